@@ -1,0 +1,34 @@
+"""The `weights` section of the config, and the base class of every section."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Base of all config sections: unknown keys are refused, the text under a field is its documentation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+
+class WeightsConfig(Section):
+    """How a new version of the weights gets from the trainers to the generators."""
+
+    transport: Literal["auto", "mpi", "collective"] = "auto"
+    """`mpi`: host-staged, in the background, from a snapshot; a generator takes in the newest whole version when it
+    is ready. `collective`: bucketed broadcast on a device group (HCCL, NCCL or gloo) at which all generators meet.
+    `auto`: `collective` on accelerators, `mpi` on CPU."""
+
+    dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"
+    """Number format on the wire. `model`: the dtype of `model.dtype`."""
+
+    verify: bool = False
+    """Check every load by checksum (xxh3 of every tensor, as sent and as received)."""
+
+    publish_every: int = Field(1, ge=1)
+    """Optimizer steps per published version. `ledger.max_staleness` counts publications."""
+
+    bucket_mb: int = Field(64, ge=1, le=1024)
+    """Size of one message or broadcast, in MiB. Larger tensors are split over several."""

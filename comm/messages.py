@@ -1,0 +1,195 @@
+"""Every message that ranks exchange, in one place.
+
+    generator ── Ask(room) ─────────────────────▶ home ledger        the right to start `room` more groups
+    generator ◀─ Grants([(ticket, attempt, min)]) ── ledger          a ticket each
+    generator ◀─ Redirect(ledger, room) ────────── ledger            "ask that one", it has numbers left
+    generator ── Started([(ticket, attempt, born)]) ▶ ledger of the ticket (ticket mod number of ledgers)
+    generator ── Finished([SampleMeta]) ────────▶ ledger of the ticket
+    generator ── Failed(ticket, attempt, reason) ▶ ledger of the ticket
+    ledger    ── RoundPart(...) ────────────────▶ ledger             one hop of an all-gather among the ledgers
+    trainer   ── Pull(tickets) ─────────────────▶ generator          the data of finished groups
+    trainer   ◀─ Pulled(...) + buffers ────────── generator
+    trainer   ── Release(tickets) ──────────────▶ generator          trained and covered, or superseded: forget them
+    trainer   ── WeightsReady(version, ...) ────▶ generator          a version is whole, or (collective): meet
+    generator ── WeightsPull(version) ──────────▶ trainer
+    generator ◀─ WeightsPart(...) + buffer ─────── trainer
+    generator ── WeightsTaken(version) ─────────▶ trainer            the snapshot may be reused
+    all       ── Heartbeat(...) ────────────────▶ next rank of the ring
+    trainer 0 ── Stop(...) ─────────────────────▶ all                the numbered cascade of `ranks/shutdown`
+
+Structs are msgpack arrays tagged by name, checked against their types when decoded; bulk data travels behind them as
+raw buffers. Nothing is ever unpickled. Ranks in messages are ranks of the job's own communicator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages."""
+
+
+class TicketGrant(msgspec.Struct, frozen=True, array_like=True):
+    """The right, and the duty, to produce one group."""
+
+    ticket: int
+    attempt: int
+    min_version: int
+    """The oldest version any token of the group may be sampled with."""
+
+
+class SampleMeta(msgspec.Struct, frozen=True, array_like=True):
+    """What the ledger learns of a finished sample; the data stays with its owner until it is pulled."""
+
+    ticket: int
+    sample: int
+    attempt: int
+    born: int
+    """Oldest version among its sampled tokens."""
+    prompt_tokens: int
+    response_tokens: int
+    reward: float
+
+
+class GeneratorCounters(msgspec.Struct, frozen=True, array_like=True):
+    """Running totals of a generator since its start; they ride on `Finished`."""
+
+    generated_tokens: int
+    finished_samples: int
+    reward_sum: float
+    busy_s: float
+    """Time the main thread spent working."""
+    wall_s: float
+    version: int
+    """The version held now."""
+
+
+class Ask(Message, frozen=True):
+    room: int
+    """How many more groups can be started; adds to what was asked for before."""
+
+
+class Grants(Message, frozen=True):
+    grants: list[TicketGrant]
+
+
+class Redirect(Message, frozen=True):
+    ledger: int
+    """Index (not rank) of a ledger that has numbers left."""
+    room: int
+
+
+class Started(Message, frozen=True):
+    starts: list[tuple[int, int, int]]
+    """(ticket, attempt, version that samples its first token)."""
+
+
+class Finished(Message, frozen=True):
+    samples: list[SampleMeta]
+    counters: GeneratorCounters
+
+
+class Failed(Message, frozen=True):
+    ticket: int
+    attempt: int
+    reason: str
+    """A short word for the metrics, for instance `reward_raised`."""
+    text: str
+    """The error as it was."""
+
+
+class RoundPart(Message, frozen=True):
+    round: int
+    hop: int
+    parts: list[tuple[int, bytes]]
+    """(ledger index, its encoded contribution)."""
+
+
+class Pull(Message, frozen=True):
+    request: int
+    tickets: list[tuple[int, int]]
+    """(ticket, attempt)."""
+    fields: list[str] | None = None
+    """None means all."""
+
+
+class Pulled(Message, frozen=True):
+    request: int
+    header: bytes
+    """Schema and lengths; the columns follow as buffers."""
+    error: str | None = None
+
+
+class Release(Message, frozen=True):
+    tickets: list[tuple[int, int]]
+
+
+class WeightsReady(Message, frozen=True):
+    version: int
+    sender: int
+    bytes: int
+    meet: bool
+    """True: a collective; the generator's main thread joins it at its next step boundary."""
+
+
+class WeightsPull(Message, frozen=True):
+    version: int
+
+
+class WeightsPart(Message, frozen=True):
+    version: int
+    index: int
+    count: int
+    manifest: bytes | None
+    """With the first part: names, dtypes, shapes, offsets and checksums of the sender's share."""
+
+
+class WeightsTaken(Message, frozen=True):
+    version: int
+
+
+class Heartbeat(Message, frozen=True):
+    state: str
+    """What the main thread is doing."""
+    age_s: float
+    """For how long."""
+    version: int
+
+
+class Hello(Message, frozen=True):
+    """Start-up: every rank to rank 0."""
+
+    host: str
+    pid: int
+    cores: int
+    facts: dict[str, str]
+    """What must be the same on every rank: hashes of config, data, tokenizer; versions of the software."""
+
+
+class Welcome(Message, frozen=True):
+    """Start-up: rank 0's answer to every rank."""
+
+    hosts: list[str]
+    pids: list[int]
+    error: str | None = None
+
+
+class EvalResult(Message, frozen=True):
+    label: str
+    version: int
+    correct: float
+    total: int
+
+
+class Stop(Message, frozen=True):
+    stage: int
+    reason: str
+    version: int
+
+
+class Bye(Message, frozen=True):
+    stage: int
+    info: dict[str, Any] = {}

@@ -1,0 +1,47 @@
+"""What a generator makes and a trainer learns from: one sampled trajectory, as plain numpy columns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+
+class Unit(NamedTuple):
+    """The unit of work on the wire: one sample of one ticket, on its n-th attempt."""
+
+    ticket: int
+    sample: int
+    attempt: int
+
+
+class Trajectory(msgspec.Struct):
+    """One sample. All columns have the length T of prompt plus response; row t describes token t itself.
+
+    `logprobs[t]` is the log-probability with which the rollout policy sampled `tokens[t]` given the tokens before it,
+    under exactly the distribution sampled from (temperature, top-p and top-k applied); 0 where nothing was sampled.
+    `versions[t]` is the version of the weights that sampled it; -1 where nothing was sampled.
+    """
+
+    unit: Unit
+    tokens: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.uint8]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    reward: float
+    finish: str
+    """`stop` (a stop token was sampled) or `length`."""
+
+    prompt_text: str = ""
+    response_text: str = ""
+
+    @property
+    def born(self) -> int:
+        """The oldest version among the sampled tokens."""
+        return int(self.versions[self.loss_mask > 0].min())
+
+    @property
+    def response_length(self) -> int:
+        return int((self.loss_mask > 0).sum())

@@ -1,0 +1,1 @@
+"""What a rank is: topology, the courier, the ledger, the generator loop, the trainer loop, recovery."""

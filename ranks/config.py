@@ -1,0 +1,159 @@
+"""The config of a job as its ranks see it: the sections `run`, `model`, `ranks`, `ledger` and `checkpoint` are
+defined here; `weights`, `data`, `rollout`, `eval` and `train` beside the code that they steer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from headrace.comm.config import Section, WeightsConfig
+from headrace.rollout.config import DataConfig, EvalConfig, RolloutConfig
+from headrace.train.config import TrainConfig
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run; its folder is `runs/NAME` unless `run.dir` says otherwise."""
+
+    dir: Path | None = None
+    """The run folder. Relative paths start at the current folder."""
+
+    seed: int = Field(0, ge=0)
+    """Seed of everything random: order of the prompts, sampling, initial weights of a model made from nothing."""
+
+    steps: int = Field(60, ge=1)
+    """Optimizer steps to train. The run ends earlier only when `data.epochs` is used up."""
+
+    deterministic: bool = False
+    """Same bits from the same seed and the same world: random numbers keyed by (seed, ticket, sample, position), fixed
+    decode slots, fixed shapes. With `ledger.max_staleness: 0` the weights after every step are promised bit for bit;
+    above 0 the timing of the ranks decides which version samples a token, so only the random numbers are fixed."""
+
+    wait_limit_s: float = Field(600.0, gt=0)
+    """Longest wait for any other rank, in seconds; when it strikes the job ends and names the ranks waited for."""
+
+    heartbeat_s: float = Field(1.0, gt=0)
+    """Interval of the heartbeats between ranks, in seconds."""
+
+    silence_limit_s: float = Field(25.0, gt=0)
+    """A rank whose courier has said nothing for so long is taken for dead and the job ends, in seconds."""
+
+    @model_validator(mode="after")
+    def _silence_longer_than_heartbeat(self) -> Self:
+        if self.silence_limit_s < 3 * self.heartbeat_s:
+            raise ValueError("run.silence_limit_s must be at least 3 times run.heartbeat_s")
+        return self
+
+    @property
+    def folder(self) -> Path:
+        return self.dir if self.dir is not None else Path("runs") / self.name
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
+
+    path: Path | None = None
+    """A Hugging Face folder (config.json, *.safetensors, tokenizer). Either this or `model.tiny`."""
+
+    tiny: TinyModelConfig | None = None
+    """Make a small character-level Llama from nothing instead of loading one."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Number format of generation and of the training's forward and backward pass. The optimizer always keeps fp32
+    master weights."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError("give either model.path (a Hugging Face folder) or model.tiny, not both or neither")
+        return self
+
+
+class TinyModelConfig(Section):
+    """A Llama with one token per character."""
+
+    characters: str = "0123456789+-*/=()., abcdefghijklmnopqrstuvwxyz"
+    """The alphabet; every character is one token. Beginning and end of text and padding are added."""
+
+    layers: int = Field(4, ge=1)
+    """Decoder layers."""
+
+    hidden: int = Field(128, ge=8)
+    """Width of the residual stream."""
+
+    heads: int = Field(4, ge=1)
+    """Attention heads; must divide `hidden`."""
+
+    kv_heads: int = Field(4, ge=1)
+    """Key/value heads; must divide `heads`."""
+
+    context: int = Field(64, ge=8)
+    """Longest prompt plus response, in tokens."""
+
+    tied: bool = True
+    """Share the input embedding with the output layer."""
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.hidden % self.heads or self.heads % self.kv_heads:
+            raise ValueError("model.tiny: heads must divide hidden, and kv_heads must divide heads")
+        return self
+
+
+class RanksConfig(Section):
+    """How many ranks do what."""
+
+    generators: int = Field(2, ge=1)
+    """Ranks that generate. With `headrace run -n N` the trainers stay as configured and the rest generate."""
+
+    trainers: int = Field(1, ge=1)
+    """Ranks that train, data parallel."""
+
+    placement: Literal["spread", "by_node"] = "spread"
+    """`spread`: both roles on every node. `by_node`: whole nodes for one role, as far as the numbers allow."""
+
+    threads: int = Field(1, ge=0)
+    """Compute threads per rank; 0 takes the cores of the node divided by its ranks."""
+
+
+class LedgerConfig(Section):
+    """The bound on staleness and the size of a step."""
+
+    max_staleness: float = Field(1.0, ge=0, le=64)
+    """Largest age of a trained token, in publications: 0 is synchronous on-policy training; fractions are allowed
+    and rounded up for the bound."""
+
+    groups_per_step: int = Field(8, ge=1)
+    """Groups (prompts) in one optimizer step."""
+
+
+class CheckpointConfig(Section):
+    """What is kept so that a run can go on after it was ended."""
+
+    every: int = Field(20, ge=0)
+    """Optimizer steps between checkpoints; 0 writes none but the last."""
+
+    keep: int = Field(2, ge=1)
+    """How many checkpoints are kept."""
+
+
+class JobConfig(Section):
+    """Everything a rank needs to know."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    ranks: RanksConfig = RanksConfig()
+    ledger: LedgerConfig = LedgerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    weights: WeightsConfig = WeightsConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+ModelConfig.model_rebuild()

@@ -1,0 +1,1 @@
+"""How samples are made: inference engines, environments, rewards."""

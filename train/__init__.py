@@ -1,0 +1,1 @@
+"""How samples are learned from: model engine, losses, advantages, corrections, packing, checkpoints."""
