@@ -1,7 +1,8 @@
 """The interface of an inference engine, as small as it can be.
 
 The generator's main thread calls all of it: `add` what the ledger granted, `step` again and again, `load_weights`
-between two steps when a whole version is there. An engine never blocks for longer than one step, and knows nothing of tickets.
+between two steps when a whole version is there. An engine never blocks for longer than one step, and knows nothing of
+tickets.
 """
 
 from __future__ import annotations
