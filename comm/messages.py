@@ -15,15 +15,18 @@
     generator ◀─ WeightsPart(...) + buffer ─────── trainer
     generator ── WeightsTaken(version) ─────────▶ trainer            the snapshot may be reused
     all       ── Heartbeat(...) ────────────────▶ next rank of the ring
-    trainer 0 ── Stop(...) ─────────────────────▶ all                the numbered cascade of `ranks/shutdown`
+    trainer   ── StepReport(step, ...) ─────────▶ trainer 0          its part of a line of metrics
+    trainer 0 ── CheckpointBegin(step) ─────────▶ trainers           the folder is there, write your part
+    trainer   ── CheckpointPart(step, ledger) ──▶ trainer 0          my files are written; my ledger's state
+    generator ── EvalResult(...) ───────────────▶ trainer 0
+    trainer 0 ── Stop(stage) ───────────────────▶ all                the numbered cascade at the end, see `ranks.shutdown`
+    generator ── Bye(stage) ────────────────────▶ trainer 0
 
 Structs are msgpack arrays tagged by name, checked against their types when decoded; bulk data travels behind them as
 raw buffers. Nothing is ever unpickled. Ranks in messages are ranks of the job's own communicator.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import msgspec
 
@@ -159,6 +162,28 @@ class Heartbeat(Message, frozen=True):
     version: int
 
 
+class StepReport(Message, frozen=True):
+    """What one trainer knows of a step that trainer 0 doesn't."""
+
+    step: int
+    tickets: dict[str, int]
+    """Running totals of its ledger."""
+    times: dict[str, float]
+    """Seconds: `wait`, `train`, `sync`, `wall`."""
+    counters: dict[int, GeneratorCounters]
+    """The newest word of every generator (by rank) that reported to its ledger."""
+
+
+class CheckpointBegin(Message, frozen=True):
+    step: int
+
+
+class CheckpointPart(Message, frozen=True):
+    step: int
+    ledger: bytes
+    """The ledger's state, as msgpack."""
+
+
 class Hello(Message, frozen=True):
     """Start-up: every rank to rank 0."""
 
@@ -174,22 +199,29 @@ class Welcome(Message, frozen=True):
 
     hosts: list[str]
     pids: list[int]
+    start_step: int
+    """Optimizer steps already done when the job starts: 0, or those of the checkpoint that is resumed."""
     error: str | None = None
 
 
 class EvalResult(Message, frozen=True):
+    """One generator's share of an evaluation."""
+
     label: str
+    """`before` or `after`."""
     version: int
     correct: float
+    """Sum of the rewards."""
     total: int
 
 
 class Stop(Message, frozen=True):
+    """1: no more groups; take in `version`, evaluate, say Bye. 2: leave."""
+
     stage: int
-    reason: str
     version: int
+    """The last version of the run."""
 
 
 class Bye(Message, frozen=True):
     stage: int
-    info: dict[str, Any] = {}

@@ -39,7 +39,7 @@ class RunConfig(Section):
     heartbeat_s: float = Field(1.0, gt=0)
     """Interval of the heartbeats between ranks, in seconds."""
 
-    silence_limit_s: float = Field(25.0, gt=0)
+    silence_limit_s: float = Field(120.0, gt=0)
     """A rank whose courier has said nothing for so long is taken for dead and the job ends, in seconds."""
 
     @model_validator(mode="after")
@@ -65,12 +65,6 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Number format of generation and of the training's forward and backward pass. The optimizer always keeps fp32
     master weights."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.path is None) == (self.tiny is None):
-            raise ValueError("give either model.path (a Hugging Face folder) or model.tiny, not both or neither")
-        return self
 
 
 class TinyModelConfig(Section):
@@ -145,8 +139,8 @@ class JobConfig(Section):
     """Everything a rank needs to know."""
 
     run: RunConfig = RunConfig()
-    model: ModelConfig
-    data: DataConfig
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
     ranks: RanksConfig = RanksConfig()
     ledger: LedgerConfig = LedgerConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -154,6 +148,21 @@ class JobConfig(Section):
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _model_and_data_go_with_the_engine(self) -> Self:
+        sources = [self.model.path, self.model.tiny, self.data.environment, self.data.file]
+        if self.rollout.engine == "latency":
+            if any(source is not None for source in sources) or self.eval.tasks:
+                raise ValueError(
+                    "rollout.engine: latency makes up its own tasks; leave out model, data sources and eval"
+                )
+            return self
+        if (self.model.path is None) == (self.model.tiny is None):
+            raise ValueError("give either model.path (a Hugging Face folder) or model.tiny, not both or neither")
+        if (self.data.environment is None) == (self.data.file is None):
+            raise ValueError("give either data.environment or data.file, not both or neither")
+        return self
 
 
 ModelConfig.model_rebuild()

@@ -76,9 +76,7 @@ class DataConfig(Section):
     """Processes per generator that compute rewards."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.environment is None) == (self.file is None):
-            raise ValueError("give either data.environment or data.file, not both or neither")
+    def _prompt_and_reward(self) -> Self:
         if self.file is not None and self.reward is None:
             raise ValueError("data.file needs data.reward, the function that scores a response")
         if "{question}" not in self.prompt:

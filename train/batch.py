@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(slots=True)
@@ -80,7 +83,7 @@ class LossOutput:
     """Scalars without gradient that add up likewise (so means are already divided by the global denominators)."""
 
 
-LossFunction = Callable[[Tensor, Tensor, PackedBatch, Denominators], LossOutput]
+LossFunction: TypeAlias = "Callable[[Tensor, Tensor, PackedBatch, Denominators], LossOutput]"
 """(logprobs [N] with gradient, entropy [N] without gradient, micro-batch, denominators) → loss.
 
 `logprobs[t]` is log p(tokens[t] | tokens before t in its sequence) under the current weights; 0 for the first token of
