@@ -1,0 +1,218 @@
+"""Messages over MPI: a header with one tag, its buffers with another, everything non-blocking and driven by `poll`.
+
+    send    ── Isend header (HEADER) ──▶  Improbe any source → Irecv of it → decode → np.empty of the sizes it names
+            ── Isend chunk, chunk … (PAYLOAD) ▶  Irecv chunk, chunk …, in place
+
+MPI keeps the order of messages with one tag between two ranks, so payloads need no numbers: a receiver that takes up
+the headers of a source in their order posts the receives of the payloads in the order in which they were sent. What
+arrived from one source waits in a queue until everything before it is whole:
+
+    incoming message:  header on its way → payload on its way → whole → delivered (only at the head of its queue)
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.comm import wire
+from headrace.comm.errors import HeadraceError, WaitLimitError
+from headrace.comm.messages import Message
+from headrace.comm.transport import Buffer, Received
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+HEADER_TAG = 1
+PAYLOAD_TAG = 2
+HEADERS_PER_POLL = 256
+"""So that a flood of messages can't keep one `poll` busy for ever."""
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """A message that hasn't left; the requests keep its buffers alive."""
+
+    target: int
+    requests: list[MPI.Request]
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A message that isn't whole yet."""
+
+    frame: Buffer
+    header: MPI.Request
+    message: Message | None = None
+    """None until the header has arrived."""
+    buffers: list[Buffer] = field(default_factory=list)
+    payload: list[MPI.Request] = field(default_factory=list)
+
+
+class MpiTransport:
+    """A `Transport` over an mpi4py communicator that nothing else uses.
+
+    Args:
+        comm: every rank of it holds one transport; errors are raised as exceptions (mpi4py's default).
+        chunk_bytes: longest single MPI transfer, the same on every rank. Below 2 GiB, because MPI counts in C ints.
+    """
+
+    def __init__(self, comm: MPI.Comm, chunk_bytes: int = 1 << 30) -> None:
+        from mpi4py import MPI
+
+        self._mpi: Any = MPI
+        self._comm = comm
+        self._chunk_bytes = chunk_bytes
+        self._outgoing: list[_Outgoing] = []
+        self._incoming: dict[int, deque[_Incoming]] = {}
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+
+    @property
+    def pending(self) -> int:
+        """How many messages haven't left yet, as of the last `poll`."""
+        return len(self._outgoing)
+
+    def send(self, target: int, message: Message, buffers: Sequence[Buffer] = ()) -> None:
+        """Send without waiting; see `Transport.send`."""
+        frame = wire.encode(message, wire.sizes_of(buffers))
+        requests = [self._comm.Isend([frame, self._mpi.BYTE], target, HEADER_TAG)]
+        for chunk in self._chunks(buffers):
+            requests.append(self._comm.Isend([chunk, self._mpi.BYTE], target, PAYLOAD_TAG))
+        self._outgoing.append(_Outgoing(target, requests))
+
+    def poll(self) -> list[Received]:
+        """Drive all transfers; return what has arrived whole, in the order of each source. Never blocks.
+
+        Raises:
+            WireError: a rank sent what can't be read.
+        """
+        self._accept_headers()
+        received = [item for source in list(self._incoming) for item in self._deliver(source)]
+        self._outgoing = [item for item in self._outgoing if not self._mpi.Request.Testall(item.requests)]
+        return received
+
+    def close(self, limit: float = 60.0) -> None:
+        """Finish every transfer that has begun; what arrives meanwhile is dropped. The communicator stays.
+
+        Args:
+            limit: seconds.
+
+        Raises:
+            WaitLimitError: transfers were unfinished at the limit; the text names the ranks.
+        """
+        deadline = time.monotonic() + limit
+        while self._outgoing or self._incoming:
+            if time.monotonic() > deadline:
+                raise WaitLimitError(self._unfinished(limit))
+            self.poll()
+            time.sleep(1e-3)
+
+    def _chunks(self, buffers: Sequence[Buffer]) -> Iterator[Buffer]:
+        for buffer in buffers:
+            for start in range(0, buffer.nbytes, self._chunk_bytes):
+                yield buffer[start : start + self._chunk_bytes]
+
+    def _accept_headers(self) -> None:
+        """Begin to receive the headers that are there. (A blocking receive would wait for a long one's sender.)"""
+        status = self._mpi.Status()
+        for _ in range(HEADERS_PER_POLL):
+            found = self._comm.Improbe(self._mpi.ANY_SOURCE, HEADER_TAG, status)
+            if found is None:
+                return
+            frame = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
+            header = found.Irecv([frame, self._mpi.BYTE])
+            self._incoming.setdefault(status.Get_source(), deque()).append(_Incoming(frame, header))
+
+    def _deliver(self, source: int) -> Iterator[Received]:
+        """Take the messages of one source a step further, in order; yield those that are whole."""
+        queue = self._incoming[source]
+        self._post_payloads(source, queue)
+        while queue and (message := queue[0].message) is not None and self._mpi.Request.Testall(queue[0].payload):
+            yield Received(source, message, queue.popleft().buffers)
+        if not queue:
+            del self._incoming[source]
+
+    def _post_payloads(self, source: int, queue: deque[_Incoming]) -> None:
+        """Decode the headers that have arrived, up to the first that hasn't, and receive their payloads in place."""
+        for item in queue:
+            if item.message is not None:
+                continue
+            if not item.header.Test():
+                return
+            item.message, sizes = wire.decode(item.frame.data, source)
+            item.buffers = [np.empty(size, np.uint8) for size in sizes]
+            for chunk in self._chunks(item.buffers):
+                item.payload.append(self._comm.Irecv([chunk, self._mpi.BYTE], source, PAYLOAD_TAG))
+
+    def _unfinished(self, limit: float) -> str:
+        targets = sorted({item.target for item in self._outgoing})
+        sources = sorted(self._incoming)
+        parts = [f"{len(self._outgoing)} messages to ranks {targets} haven't left"] if targets else []
+        parts += [f"messages from ranks {sources} haven't arrived whole"] if sources else []
+        return (
+            f"Rank {self.rank} waited {limit:g} s at its end for its messages: {' and '.join(parts)}. "
+            "Those ranks have died or stopped polling; look at the ends of their logs."
+        )
+
+
+def check_threads() -> None:
+    """Make sure that a thread other than the main one may call MPI. Main thread, after MPI has started.
+
+    Raises:
+        HeadraceError: the MPI library gave less than `MPI_THREAD_SERIALIZED`.
+    """
+    from mpi4py import MPI
+
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise HeadraceError(
+            f"{_library()} was started without support for threads (level {MPI.Query_thread()}, needed: "
+            f"{MPI.THREAD_SERIALIZED}, SERIALIZED). Unset MPI4PY_RC_THREAD_LEVEL and MPI4PY_RC_THREADS, or use an MPI "
+            "that was built with threads."
+        )
+
+
+def check_world(comm: MPI.Comm, expected: int | None) -> None:
+    """Make sure that the ranks found each other. Main thread, after MPI has started.
+
+    Args:
+        comm: the world.
+        expected: the number of ranks the launcher was asked for; None if nobody has said it, in which case the
+            launcher's own variables are believed, but only when they say that more than this one process was started.
+
+    Raises:
+        HeadraceError: the world has another size; the text says what to do.
+    """
+    size = comm.Get_size()
+    wanted = expected if expected is not None else _ranks_started(os.environ) if size == 1 else size
+    if size == wanted:
+        return
+    if size == 1:
+        raise HeadraceError(
+            f"{wanted} ranks were started, but each of them is a world of its own: the launcher and the MPI library "
+            f"don't fit together. This process loaded {_library()}. Start it with the mpirun of the same MPI "
+            "(`headrace run` does), or under srun with `--mpi=pmix` for Open MPI and `--mpi=pmi2` for MPICH; "
+            "MPI4PY_LIBMPI names the library to load if there are several."
+        )
+    raise HeadraceError(
+        f"{wanted} ranks were asked for, but the MPI world has {size}: the number given to mpirun or srun (-n) isn't "
+        "that of the config. Give the same number to both, or leave the start to `headrace run`."
+    )
+
+
+def _ranks_started(environment: Mapping[str, str]) -> int:
+    """How many processes the launcher says it started along with this one."""
+    names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+    return max(int(environment.get(name, 1)) for name in names)
+
+
+def _library() -> str:
+    from mpi4py import MPI
+
+    return " ".join(MPI.Get_library_version().split("\n")[0].split(",")[0].split())
