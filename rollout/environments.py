@@ -1,0 +1,278 @@
+"""Where tasks come from: a reasoning-gym family, a function of the user's, or a JSONL file."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, overload
+
+from headrace.comm.errors import ConfigError, DataError
+from headrace.comm.imports import load_object
+from headrace.rollout.config import DataConfig
+from headrace.rollout.task import Environment, Reward, Task
+
+REASONING_GYM = "reasoning_gym:"
+ROUNDS = 64
+"""How many times as many reasoning-gym tasks as wanted are looked at to find distinct ones."""
+
+Question = str | list[dict[str, str]]
+
+
+def load_environment(data: DataConfig, held_out: int, seed: int) -> Environment:
+    """The tasks that `data` names, `held_out` of them kept for evaluation, and the function that scores them.
+
+    The same arguments give the same tasks in every process. No question is both in `tasks` and in `held_out`.
+
+    - `reasoning_gym:FAMILY`: `data.size` tasks made when they are indexed; the held-out ones come from another seed.
+    - A function of the user's: called with `data.options`; of what it returns the last `held_out` are kept for
+      evaluation and at most `data.size` others are used.
+    - A JSONL file: the last `held_out` lines are kept for evaluation.
+
+    Raises:
+        ConfigError: unknown family or option (the nearest names are told), or a function that can't be imported.
+        DataError: a file that can't be read (with the line), or too few distinct tasks.
+    """
+    if data.file is not None:
+        environment = _split(read_jsonl(data.file), held_out, None, str(data.file), exact_match)
+    elif data.environment is not None and data.environment.startswith(REASONING_GYM):
+        environment = _reasoning_gym(data.environment.removeprefix(REASONING_GYM), data, held_out, seed)
+    else:
+        environment = _own(data, held_out)
+    if data.reward is None:
+        return environment
+    return Environment(environment.tasks, environment.held_out, NamedReward(data.reward))
+
+
+def environment_fingerprint(environment: Environment) -> str:
+    """A hash over the sizes and the first and last three tasks: ranks that see the same tasks agree in it."""
+    digest = hashlib.sha256()
+    for tasks in (environment.tasks, environment.held_out):
+        ends = sorted({*range(min(3, len(tasks))), *range(max(0, len(tasks) - 3), len(tasks))})
+        shown = [(task.question, task.answer) for task in map(tasks.__getitem__, ends)]
+        digest.update(json.dumps([len(tasks), shown]).encode())
+    return digest.hexdigest()[:16]
+
+
+def exact_match(task: Task, answer: str) -> float:
+    """1 if the answer is the task's, white space around both aside, otherwise 0."""
+    return float(task.answer is not None and answer.strip() == task.answer.strip())
+
+
+class NamedReward:
+    """A reward function of the user's. It is pickled as its import path and loaded again in the other process."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._function: Reward = load_object(path, "data.reward")
+
+    def __call__(self, task: Task, answer: str) -> float:
+        return self._function(task, answer)
+
+    def __reduce__(self) -> tuple[type[NamedReward], tuple[str]]:
+        return NamedReward, (self.path,)
+
+
+class ReasoningGymReward:
+    """The scorer of a reasoning-gym family, from 0 to 1; pickled as the family's name and options."""
+
+    def __init__(self, family: str, options: dict[str, Any]) -> None:
+        self.family, self.options = family, options
+        self._dataset = _dataset(family, options, size=1, seed=0)
+
+    def __call__(self, task: Task, answer: str) -> float:
+        score: float = self._dataset.score_answer(answer, task.fields)
+        return score
+
+    def __reduce__(self) -> tuple[type[ReasoningGymReward], tuple[str, dict[str, Any]]]:
+        return ReasoningGymReward, (self.family, self.options)
+
+
+class ReasoningGymTasks(Sequence[Task]):
+    """`size` tasks of a family, made when they are indexed; a question in `excluded` is replaced by another."""
+
+    def __init__(self, make_round: Callable[[int], Any], size: int, excluded: frozenset[str]) -> None:
+        self._make_round, self._size, self._excluded = make_round, size, excluded
+        self._rounds: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._size))]
+        return self._make(range(self._size)[index])
+
+    def _make(self, index: int) -> Task:
+        """Take the index from the first round of the dataset (each has its own seed) where it isn't excluded."""
+        for number in range(ROUNDS):
+            if number not in self._rounds:
+                self._rounds[number] = self._make_round(number)
+            entry = self._rounds[number][index]
+            if entry["question"] not in self._excluded:
+                return _task_of(entry)
+        raise DataError(
+            f"data.environment: nearly all questions of this family are held out for evaluation "
+            f"({len(self._excluded)}). Lower eval.tasks, or widen data.options."
+        )
+
+
+def read_jsonl(file: Path) -> list[Task]:
+    """The tasks of a JSONL file: per line an object with `prompt`, a text or a list of chat messages, and optionally
+    `answer`; every other key is kept in `fields`. Empty lines are skipped.
+
+    Raises:
+        DataError: the file can't be read or is empty, or a line is broken (its number is told).
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.file: {file} can't be read: {error}.") from error
+    tasks = [_parse_line(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not tasks:
+        raise DataError(f"data.file: {file} holds no tasks.")
+    return tasks
+
+
+def _parse_line(line: str, where: str) -> Task:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: this isn't JSON ({error.msg}, column {error.colno}).") from None
+    if not isinstance(record, dict) or "prompt" not in record:
+        raise DataError(f'{where}: there is no "prompt". Every line is an object such as {{"prompt": "2+3=", …}}.')
+    prompt = record.pop("prompt")
+    if not _is_question(prompt):
+        raise DataError(f"{where}: the prompt is neither a text nor a list of messages with role and content.")
+    answer = record.pop("answer", None)
+    return Task(prompt, None if answer is None else str(answer), record)
+
+
+def _is_question(prompt: Any) -> bool:
+    """Whether it is a text, or chat messages."""
+    if isinstance(prompt, str):
+        return bool(prompt)
+    return isinstance(prompt, list) and bool(prompt) and all(map(_is_message, prompt))
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _own(data: DataConfig, held_out: int) -> Environment:
+    """The tasks that a function of the user's returns, scored by exact match."""
+    assert data.environment is not None, "the config has an environment or a file"
+    make = load_object(data.environment, "data.environment")
+    try:
+        tasks = make(**data.options)
+    except TypeError as error:
+        raise ConfigError(f"data.options: {data.environment} can't be called with them: {error}.") from error
+    if not isinstance(tasks, Sequence) or (tasks and not isinstance(tasks[0], Task)):
+        raise ConfigError(f"data.environment: {data.environment} must return a sequence of Task, not {type(tasks)}.")
+    return _split(tasks, held_out, data.size, data.environment, exact_match)
+
+
+def _split(tasks: Sequence[Task], held_out: int, size: int | None, name: str, reward: Reward) -> Environment:
+    """The last `held_out` tasks for evaluation, the others (without repetitions of those) for training."""
+    if len(tasks) <= held_out:
+        raise DataError(f"{name} has {len(tasks)} tasks; eval.tasks keeps {held_out} of them, which leaves none.")
+    if not held_out:
+        return Environment(tasks if size is None else tasks[:size], [], reward)
+    kept = [tasks[index] for index in range(len(tasks) - held_out, len(tasks))]
+    excluded = {_question_key(task.question) for task in kept}
+    others = (tasks[index] for index in range(len(tasks) - held_out))
+    rest = [task for task in others if _question_key(task.question) not in excluded]
+    if not rest:
+        raise DataError(f"{name}: all other tasks repeat questions of the last {held_out} (eval.tasks).")
+    return Environment(rest[:size], kept, reward)
+
+
+def _question_key(question: Question) -> str:
+    return question if isinstance(question, str) else json.dumps(question)
+
+
+def _reasoning_gym(family: str, data: DataConfig, held_out: int, seed: int) -> Environment:
+    """Tasks of a reasoning-gym family, scored by the family's own function."""
+    _check_family(family)
+    _check_options(family, data.options)
+    kept = list(_distinct(family, data.options, held_out, seed))
+    excluded = frozenset(str(task.question) for task in kept)
+
+    def make_round(number: int) -> Any:
+        return _dataset(family, data.options, data.size, _derived_seed(seed, "train", number))
+
+    tasks = ReasoningGymTasks(make_round, data.size, excluded)
+    for index in range(min(8, data.size)):  # too few questions shall show at the start, not in the middle of a run
+        tasks[index]
+    return Environment(tasks, kept, ReasoningGymReward(family, data.options))
+
+
+def _distinct(family: str, options: dict[str, Any], count: int, seed: int) -> Iterator[Task]:
+    """`count` tasks with distinct questions, from seeds that training doesn't use."""
+    seen: set[str] = set()
+    for number in range(ROUNDS if count else 0):
+        for entry in _dataset(family, options, count, _derived_seed(seed, "held out", number)):
+            if entry["question"] not in seen:
+                seen.add(entry["question"])
+                yield _task_of(entry)
+            if len(seen) == count:
+                return
+    if count:
+        raise DataError(
+            f"data.environment: only {len(seen)} distinct questions were found in {ROUNDS * count} tasks of "
+            f"{REASONING_GYM}{family}, but eval.tasks wants {count}. Lower it, or widen data.options."
+        )
+
+
+def _task_of(entry: dict[str, Any]) -> Task:
+    answer = entry["answer"]
+    return Task(entry["question"], None if answer is None else str(answer), entry)
+
+
+def _derived_seed(seed: int, purpose: str, number: int) -> int:
+    """Seeds far from each other: a reasoning-gym dataset uses all numbers from its seed up to seed + size."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {purpose} {number}".encode()).digest()[:6], "big")
+
+
+def _dataset(family: str, options: dict[str, Any], size: int, seed: int) -> Any:
+    """A reasoning-gym dataset; making one is cheap for nearly all families."""
+    import reasoning_gym
+
+    try:
+        return reasoning_gym.create_dataset(family, size=size, seed=seed, **options)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(f"data.options: {REASONING_GYM}{family} refuses {options} (size {size}): {error}") from error
+
+
+def _check_family(family: str) -> None:
+    from reasoning_gym.factory import DATASETS
+
+    if family not in DATASETS:
+        raise ConfigError(f"data.environment: reasoning-gym has no family {family!r}{_nearest(family, DATASETS)}")
+
+
+def _check_options(family: str, options: dict[str, Any]) -> None:
+    from reasoning_gym.factory import DATASETS
+
+    known = {field.name for field in fields(DATASETS[family][1])} - {"seed", "size"}
+    for name in options:
+        if name in ("seed", "size"):
+            raise ConfigError(f"data.options: {name} is set by {'run.seed' if name == 'seed' else 'data.size'}.")
+        if name not in known:
+            raise ConfigError(f"data.options: {family} has no option {name!r}{_nearest(name, known)}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return f". There are: {', '.join(names)}."
