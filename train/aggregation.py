@@ -4,7 +4,7 @@ Every mode is a weighted sum over tokens, and the weights contain the denominato
 a step is the plain sum over micro-batches and ranks, whatever the packing, as long as no sequence is torn apart.
 With m the loss mask, and the sums of m and the number of sequences with any token in the loss taken over the step:
 
-    token_mean               m / Σm                          DAPO (arXiv:2503.14476), eq. 8
+    token_mean               m / Σm                          DAPO (arXiv:2503.14476), section 3.3
     seq_mean_token_sum       m / sequences
     seq_mean_token_mean      m / (Σ_sequence m) / sequences  GRPO (arXiv:2402.03300), eq. 3
     seq_mean_token_sum_norm  m / max_tokens / sequences      Dr. GRPO (arXiv:2503.20783), section 3.2

@@ -54,7 +54,7 @@ def ppo(logprobs: Tensor, batch: PackedBatch, config: TrainConfig) -> TokenLoss:
     """max(−A·r, −A·clip(r, 1 − clip_low, 1 + clip_high)); for A < 0 at most −A·clip_dual if that is given.
 
     Sources: PPO (arXiv:1707.06347), eq. 7; clip-higher, DAPO (arXiv:2503.14476), section 3.1; dual clip, Mastering
-    Complex Control in MOBA Games (arXiv:1912.09729), eq. 5. `policy/clip_fraction` counts the tokens whose gradient
+    Complex Control in MOBA Games (arXiv:1912.09729), "Dual-clip PPO". `policy/clip_fraction` counts the tokens whose gradient
     either clip removes.
     """
     ratio = log_ratio(logprobs, batch).exp()
@@ -74,7 +74,8 @@ def decoupled_ppo(logprobs: Tensor, batch: PackedBatch, config: TrainConfig) -> 
     """(π_proximal / μ) · PPO's loss with r = π / π_proximal: clipped around the policy the step starts from, not around
     the several older ones that sampled.
 
-    Sources: Batch size-invariance for policy optimization (arXiv:2110.00641), eq. 6; AReaL (arXiv:2505.24298), eq. 5.
+    Sources: Hilton et al., Batch size-invariance for policy optimization (arXiv:2110.00641), the decoupled clipped
+    objective; AReaL (arXiv:2505.24298), "Decoupled PPO Objective".
     The weight has no gradient. It is whole with `train.correction: none`, and otherwise what that correction makes it.
     """
     loss = ppo(logprobs, batch, config)
@@ -87,7 +88,7 @@ def decoupled_ppo(logprobs: Tensor, batch: PackedBatch, config: TrainConfig) -> 
 def importance_sampling(logprobs: Tensor, batch: PackedBatch, config: TrainConfig) -> TokenLoss:
     """−A·r, whose gradient is −r·A·∇log π: REINFORCE corrected for the policy that sampled, without a clip.
 
-    Source: Degris et al., Off-Policy Actor-Critic (arXiv:1205.4839), eq. 5, per token.
+    Source: Degris et al., Off-Policy Actor-Critic (arXiv:1205.4839); here with a weight per token.
     """
     ratio = log_ratio(logprobs, batch).exp()
     nothing_cut = torch.zeros_like(ratio)
