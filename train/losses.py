@@ -54,8 +54,8 @@ def ppo(logprobs: Tensor, batch: PackedBatch, config: TrainConfig) -> TokenLoss:
     """max(−A·r, −A·clip(r, 1 − clip_low, 1 + clip_high)); for A < 0 at most −A·clip_dual if that is given.
 
     Sources: PPO (arXiv:1707.06347), eq. 7; clip-higher, DAPO (arXiv:2503.14476), section 3.1; dual clip, Mastering
-    Complex Control in MOBA Games (arXiv:1912.09729), "Dual-clip PPO". `policy/clip_fraction` counts the tokens whose gradient
-    either clip removes.
+    Complex Control in MOBA Games (arXiv:1912.09729), "Dual-clip PPO".
+    `policy/clip_fraction` counts the tokens whose gradient either clip removes.
     """
     ratio = log_ratio(logprobs, batch).exp()
     free = -batch.advantages * ratio
