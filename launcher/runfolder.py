@@ -1,0 +1,190 @@
+"""The folder of a run.
+
+runs/NAME/
+  config.yaml          the resolved config of the last attempt
+  metrics.jsonl        one object per optimizer step
+  initial_model/       the model made by `model.tiny`
+  attempt_01/          one per start of the job
+    job.yaml           what the ranks of this attempt read
+    mpirun.log         everything that mpirun and the ranks printed
+    rank_000.log …     each rank's own log; rank_000.pid its process; error_000.txt why it failed
+  latest -> attempt_01
+  checkpoints/  samples/  learning_curve.png …
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.comm.errors import ConfigError, HeadraceError
+from headrace.launcher.config import Config, dump, read_yaml
+
+MAY_CHANGE = (
+    "run.name",
+    "run.dir",
+    "run.steps",
+    "run.wait_limit_s",
+    "run.heartbeat_s",
+    "run.silence_limit_s",
+    "data.reward_timeout_s",
+    "data.reward_retries",
+    "data.reward_workers",
+    "ranks.",
+    "ledger.",
+    "rollout.slots",
+    "train.lr",
+    "train.micro_batch_tokens",
+    "train.activation_checkpointing",
+    "weights.",
+    "checkpoint.",
+    "launch.",
+)
+"""Keys, and sections ending in a dot, that a resumed run may set anew: they change neither the tasks, nor what the
+weights and the optimizer's state mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of a job, and where its files are."""
+
+    run: Path
+    number: int
+
+    @property
+    def folder(self) -> Path:
+        return self.run / f"attempt_{self.number:02d}"
+
+    @property
+    def job_file(self) -> Path:
+        return self.folder / "job.yaml"
+
+    @property
+    def mpirun_log(self) -> Path:
+        return self.folder / "mpirun.log"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.folder / f"rank_{rank:03d}.log"
+
+
+def fresh_config(config: Config) -> Config:
+    """The config with a run folder that doesn't exist yet: NAME, else NAME-2, NAME-3, …"""
+    folder, number = config.run.folder, 1
+    while folder.exists():
+        number += 1
+        folder = config.run.folder.with_name(f"{config.run.folder.name}-{number}")
+    if number == 1:
+        return config
+    changed = {"dir": folder} if config.run.dir is not None else {"name": f"{config.run.name}-{number}"}
+    return config.model_copy(update={"run": config.run.model_copy(update=changed)})
+
+
+def check_new(config: Config) -> None:
+    """
+    Raises:
+        ConfigError: the run folder is in use.
+    """
+    folder = config.run.folder
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            f"The run folder {folder} exists already. Add --resume to go on with that run, --fresh to start a new one "
+            f"beside it ({fresh_config(config).run.folder}), or choose another name by run.name=NAME."
+        )
+
+
+def check_resume(config: Config) -> list[str]:
+    """The changes, as `key old → new`, with which the run in the config's folder is to go on.
+
+    Raises:
+        ConfigError: there is no such run, or a key changed that a run can't change on its way.
+    """
+    folder = config.run.folder
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"--resume: there is no run in {folder}. Leave --resume out to start it, or check run.name.")
+    old, new = flatten(read_yaml(folder / "config.yaml")), flatten(config.model_dump(mode="json"))
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    changes = {key: f"{key} {old.get(key)} → {new.get(key)}" for key in changed}
+    if refused := [text for key, text in changes.items() if not key.startswith(MAY_CHANGE)]:
+        raise ConfigError(
+            f"--resume: the run in {folder} was started with other values: {'; '.join(refused)}. Set them back to go "
+            "on with it, or start a new run by --fresh."
+        )
+    return list(changes.values())
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings by dotted path; an empty mapping is a leaf."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+    return leaves
+
+
+def checkpoints(run: Path) -> dict[int, Path]:
+    """The checkpoints of a run by step, oldest first. Only whole ones bear these names."""
+    found = {int(folder.name.removeprefix("step_")): folder for folder in (run / "checkpoints").glob("step_*[0-9]")}
+    return dict(sorted(found.items()))
+
+
+def begin_attempt(config: Config) -> Attempt:
+    """Make the folders of the next attempt, with the config in them, and point `latest` there.
+
+    Raises:
+        HeadraceError: the folder can't be written, for instance since the disk is full.
+    """
+    run = config.run.folder
+    with writing(run):
+        run.mkdir(parents=True, exist_ok=True)
+        attempt = Attempt(run, 1 + max(_attempt_numbers(run), default=0))
+        attempt.folder.mkdir()
+        _write(run / "config.yaml", dump(config))
+        _point(run / "latest", attempt.folder.name)
+    return attempt
+
+
+def write_job(attempt: Attempt, config: Config) -> None:
+    """Write what the ranks read."""
+    with writing(attempt.run):
+        _write(attempt.job_file, dump(config.job()))
+
+
+def set_aside_metrics(attempt: Attempt) -> None:
+    """Begin a run again from its first step: the metrics of the attempt before move into its folder."""
+    metrics = attempt.run / "metrics.jsonl"
+    if metrics.exists():
+        with writing(attempt.run):
+            metrics.rename(Attempt(attempt.run, attempt.number - 1).folder / "metrics.jsonl")
+
+
+@contextmanager
+def writing(run: Path) -> Iterator[None]:
+    """Turn a failure to write into one paragraph."""
+    try:
+        yield
+    except OSError as error:
+        raise HeadraceError(
+            f"The run folder {run} can't be written: {error.strerror or error}. Free some space or mend the "
+            "permissions there, or put the run elsewhere by run.dir=FOLDER."
+        ) from error
+
+
+def _attempt_numbers(run: Path) -> list[int]:
+    return [int(folder.name.removeprefix("attempt_")) for folder in run.glob("attempt_*[0-9]")]
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = file.with_name(f".{file.name}.new")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, file)
+
+
+def _point(link: Path, target: str) -> None:
+    partial = link.with_name(f".{link.name}.new")
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(target)
+    os.replace(partial, link)

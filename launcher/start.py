@@ -1,0 +1,157 @@
+"""`headrace run` and `headrace debug`: from a config to a job that has ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.comm.errors import ConfigError, DataError
+from headrace.launcher.check_model import check_model_folder
+from headrace.launcher.config import Config
+from headrace.launcher.environment import clean
+from headrace.launcher.models import make_tiny_model
+from headrace.launcher.mpi import choose_mpi
+from headrace.launcher.plots import learning_curve
+from headrace.launcher.run import STOPPED, Job, Order, Outcome
+from headrace.launcher.runfolder import (
+    Attempt,
+    begin_attempt,
+    check_new,
+    check_resume,
+    checkpoints,
+    fresh_config,
+    set_aside_metrics,
+    write_job,
+)
+from headrace.launcher.view import View, make_view
+
+RANK_PROGRAM = ("-m", "headrace.ranks")
+
+
+def with_ranks(config: Config, ranks: int | None) -> Config:
+    """The config for a job of `ranks` ranks: trainers as configured, the rest generates.
+
+    Raises:
+        ConfigError: nobody would be left to generate.
+    """
+    if ranks is None:
+        return config
+    trainers = config.ranks.trainers
+    if ranks <= trainers:
+        raise ConfigError(
+            f"-n {ranks} leaves no rank to generate: ranks.trainers is {trainers}, and the rest generates. "
+            f"Give -n {trainers + 1} or more, or set ranks.trainers lower."
+        )
+    return config.model_copy(update={"ranks": config.ranks.model_copy(update={"generators": ranks - trainers})})
+
+
+def run_job(config: Config, resume: bool, fresh: bool, program: Sequence[str] = RANK_PROGRAM) -> int:
+    """Start the ranks, show what they do, and return the exit status.
+
+    Args:
+        program: what the ranks' Python runs; it gets the job file and the options of `headrace.ranks`.
+    """
+    installation = choose_mpi(config.launch.mpi, clean(os.environ))
+    config, attempt, resume, view = _prepare(config, resume, fresh)
+    with view:
+        ranks = config.ranks.trainers + config.ranks.generators
+        python = config.launch.python or Path(sys.executable)
+        options = ["--attempt", str(attempt.number), "--ranks", str(ranks), *(["--resume"] if resume else [])]
+        order = Order(
+            installation=installation,
+            ranks=ranks,
+            program=[str(python), *program, str(attempt.job_file), *options],
+            environ=os.environ,
+            extra=config.launch.env,
+            threads=config.ranks.threads or max(1, len(os.sched_getaffinity(0)) // ranks),
+            stop_within_s=config.launch.stop_within_s,
+            kill_after_s=config.launch.kill_after_s,
+        )
+        view.line(f"run folder {attempt.run}, {ranks} ranks by {installation.describe()}")
+        outcome = Job(order, attempt, view.line, view.tick).run()
+    _tell_end(attempt, outcome)
+    return outcome.status
+
+
+def debug_job(config: Config, resume: bool, fresh: bool) -> None:
+    """Run one generator and one trainer by turns in this process, without MPI."""
+    from headrace.ranks.debug import run_debug
+
+    config, attempt, resume, view = _prepare(config, resume, fresh)
+    with view:
+        view.line(f"run folder {attempt.run}, both roles in this process")
+    run_debug(config.job(), attempt.run, resume)
+    _draw(attempt.run)
+
+
+def check_inputs(config: Config) -> None:
+    """
+    Raises:
+        HeadraceError: a file or folder that the config names isn't there or can't be used.
+    """
+    if config.model.path is not None:
+        check_model_folder(config.model.path)
+    warm_start = config.train.warm_start
+    files = {"data.file": config.data.file, "train.warm_start.file": warm_start.file if warm_start else None}
+    for key, file in files.items():
+        if file is not None and not file.is_file():
+            raise DataError(f"{key}: there is no file {file} (seen from {Path.cwd()}).")
+    python = config.launch.python
+    if python is not None and not os.access(python, os.X_OK):
+        raise ConfigError(f"launch.python: {python} isn't a program that can be started.")
+
+
+def _prepare(config: Config, resume: bool, fresh: bool) -> tuple[Config, Attempt, bool, View]:
+    """Everything before the first rank: inputs checked, run folder made, the initial model there.
+
+    Returns the config with the model's folder in it, and whether there is a checkpoint to go on from.
+    """
+    if resume and fresh:
+        raise ConfigError("--resume goes on with a run, --fresh begins another one: give one of them.")
+    check_inputs(config)
+    config = fresh_config(config) if fresh else config
+    changes = []
+    if resume:
+        changes = check_resume(config)
+    else:
+        check_new(config)
+    attempt = begin_attempt(config)
+    from_checkpoint = resume and bool(checkpoints(attempt.run))
+    if resume and not from_checkpoint:
+        set_aside_metrics(attempt)
+    view = make_view(attempt.run, config.run.steps)
+    for change in changes:
+        view.line(f"changed since the last attempt: {change}")
+    if resume and not from_checkpoint:
+        view.line("no checkpoint was written yet: starting from the beginning")
+    config = _with_initial_model(config, attempt.run)
+    write_job(attempt, config)
+    return config, attempt, from_checkpoint, view
+
+
+def _with_initial_model(config: Config, run: Path) -> Config:
+    """`model.tiny` made and put into `model.path`, so that ranks only ever load a folder."""
+    if config.model.tiny is None:
+        return config
+    folder = run / "initial_model"
+    make_tiny_model(folder, config.model.tiny, config.run.seed)
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": folder, "tiny": None})})
+
+
+def _tell_end(attempt: Attempt, outcome: Outcome) -> None:
+    if outcome.status == 0 or outcome.status == STOPPED:
+        _draw(attempt.run)
+    if outcome.failure is not None:
+        print(outcome.failure, file=sys.stderr)
+    elif outcome.status == STOPPED:
+        print("headrace: stopped after a checkpoint; go on by --resume.", file=sys.stderr)
+    elif outcome.status != 0:
+        print("headrace: stopped; --resume goes on from the last checkpoint.", file=sys.stderr)
+
+
+def _draw(run: Path) -> None:
+    picture = learning_curve(run)
+    if picture is not None:
+        print(f"learning curve: {picture}")
