@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from headrace.comm.config import Section
 
@@ -25,6 +26,17 @@ class AnswerConfig(Section):
         if (self.extract == "regex") != (self.pattern is not None):
             raise ValueError("data.answer.pattern goes with data.answer.extract: regex, and only with it")
         return self
+
+    @field_validator("pattern")
+    @classmethod
+    def _pattern_with_group(cls, pattern: str | None) -> str | None:
+        try:
+            groups = 1 if pattern is None else re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(f"data.answer.pattern isn't a regular expression: {error}") from error
+        if groups < 1:
+            raise ValueError("data.answer.pattern needs a group, in round brackets, around the answer")
+        return pattern
 
 
 class DataConfig(Section):
