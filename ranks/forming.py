@@ -1,0 +1,154 @@
+"""What all ledgers compute alike from one snapshot of small counts: pure functions.
+
+The snapshot is one `Standing` per ledger, gathered by a round (`ranks/rounds.py`). `B` groups make a step; a group has
+a deadline, the last step that may train it.
+
+- `choose`: can step v be formed, and from how many groups of which deadline of which ledger;
+- `credit_moves`: which offered credits go to which ledger that wants some;
+- `redirection`: whether parked asks should go to another ledger;
+- `partition`: which replica trains which of the chosen groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Standing(msgspec.Struct, frozen=True, array_like=True):
+    """What one ledger tells the others in a round."""
+
+    step: int
+    """The step that it forms or trains."""
+    finished: dict[int, int]
+    """Deadline → finished groups, not chosen yet."""
+    unfinished: dict[int, int]
+    """Deadline → groups granted, started or not."""
+    chosen: int
+    """Groups in the step that is being trained."""
+    credits: int
+    """Free credits, offered ones included."""
+    undealt: int
+    """Credits earned by all ledgers since the last publication; every ledger says the same."""
+    offer: int
+    """Credits held back for this round, that may be given away by its result."""
+    wants: int
+    """Asks that it could grant had it more credits."""
+    numbers: int
+    """Ticket numbers left, counted up to C."""
+    next_number: int
+    """The lowest of them; -1 if there is none."""
+
+
+Choice = list[dict[int, int]]
+"""By ledger: deadline → how many finished groups are taken."""
+
+
+def choose(standings: Sequence[Standing], size: int) -> Choice | None:
+    """The batch of the step that all standings name, or None: wait.
+
+    The `size` finished groups with the earliest deadlines are taken if what remains can still be trained in time; equal
+    deadlines one at a time from ledgers in an order that rotates with the step. Fewer than `size` are taken only at the
+    end of the data: nothing unfinished and no number left anywhere. An empty batch means that the run is over.
+    """
+    step = standings[0].step
+    finished = sum((Counter(s.finished) for s in standings), Counter[int]())
+    unfinished = sum((Counter(s.unfinished) for s in standings), Counter[int]())
+    if finished.total() < size and not is_end_of_data(standings):
+        return None
+    taken = _earliest(finished, size)
+    if not in_time(finished - taken + unfinished, step, size):
+        return None
+    choice: Choice = [{} for _ in standings]
+    for deadline, count in taken.items():
+        shares = deal(count, [s.finished.get(deadline, 0) for s in standings], step)
+        for share, ledger in zip(shares, choice, strict=True):
+            if share:
+                ledger[deadline] = share
+    return choice
+
+
+def is_end_of_data(standings: Sequence[Standing]) -> bool:
+    """Nothing is unfinished and no number is left anywhere."""
+    return not any(s.unfinished or s.numbers for s in standings)
+
+
+def in_time(others: Counter[int], step: int, size: int) -> bool:
+    """Whether tickets with these deadlines, none of them in the batch of `step`, can all be trained by the later steps:
+    for every d ≥ step at most (d - step)·size are due by d."""
+    due = 0
+    for deadline in sorted(others):
+        due += others[deadline]
+        if due > (deadline - step) * size:
+            return False
+    return True
+
+
+def _earliest(finished: Counter[int], size: int) -> Counter[int]:
+    taken: Counter[int] = Counter()
+    for deadline in sorted(finished):
+        taken[deadline] = min(finished[deadline], size - taken.total())
+    return +taken
+
+
+def deal(count: int, rooms: Sequence[int], start: int) -> list[int]:
+    """Deal `count` things one at a time, round-robin from `start`, giving no one more than their room."""
+    given = [0] * len(rooms)
+    count = min(count, sum(rooms))
+    place = start
+    while count:
+        place %= len(rooms)
+        if given[place] < rooms[place]:
+            given[place] += 1
+            count -= 1
+        place += 1
+    return given
+
+
+def credit_moves(standings: Sequence[Standing], turn: int) -> list[int]:
+    """By ledger: credits that it gains (or, negative, gives away) by this round. Credits move only between ledgers at
+    the same step, or one could be granted with an older `min_version` than its giver would have used."""
+    if not same_step(standings):
+        return [0] * len(standings)
+    offers, wants = [s.offer for s in standings], [s.wants for s in standings]
+    moved = min(sum(offers), sum(wants))
+    taken, given = deal(moved, offers, turn), deal(moved, wants, turn)
+    return [gain - loss for gain, loss in zip(given, taken, strict=True)]
+
+
+def same_step(standings: Sequence[Standing]) -> bool:
+    return len({s.step for s in standings}) == 1
+
+
+def redirection(
+    standings: Sequence[Standing], here: int, next_number: int | None, margin: int
+) -> tuple[int, int | None]:
+    """(ledger, room): to which ledger asks parked at ledger `here` should go, and how many; None means all of them.
+
+    `next_number` is the lowest number left here by now; None if there is none, and then all asks go. Some go when
+    another ledger that could grant more asks is over `margin` numbers behind, so that its tickets don't wait for last.
+    """
+    others = [(s.next_number, index) for index, s in enumerate(standings) if index != here and s.numbers]
+    if not others:
+        return here, 0
+    lowest, index = min(others)
+    if next_number is None:
+        return index, None
+    lag = next_number - lowest
+    behind = lag > margin and not standings[index].wants
+    return index, lag // (2 * len(standings)) + 1 if behind else 0
+
+
+def partition(tokens: Sequence[int], replicas: int) -> list[int]:
+    """The replica of each group, so that sums of tokens are balanced: the longest group first, each to the replica with
+    the least so far (Graham's LPT rule, at most 4/3 of the best possible maximum). No replica goes without when there
+    are as many groups as replicas."""
+    loads = [(0, 0, replica) for replica in range(replicas)]
+    placed = [0] * len(tokens)
+    for group in sorted(range(len(tokens)), key=lambda group: (-tokens[group], group)):
+        load, count, replica = min(loads)
+        placed[group] = replica
+        loads[replica] = (load + tokens[group], count + 1, replica)
+    return placed

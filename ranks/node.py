@@ -1,0 +1,294 @@
+"""What runs beside a trainer replica's first rank: its ledger, and its share of what all ledgers decide together.
+
+    generator ── Ask ───────────────────────────▶ receive      granted at once from free credits, otherwise parked
+    generator ◀─ Grants, Redirect ─────────────── grants, results of rounds
+    generator ── Started, Finished, Failed ─────▶ receive
+    ledger    ◀─ RoundPart ─────────────────────▶ ledger       rounds: every ledger learns every ledger's contribution
+    trainer   ── end_step, lost, unform ────────▶
+    trainer   ◀─ take_formed ────────────────────
+
+Each step passes three phases, changed by the results of rounds, so by all ledgers at the same round:
+
+    FORMING ── a batch can be formed ──▶ SHARING ── its groups' metadata are known everywhere ──▶ TRAINING
+      ▲ ▲                                  │                                                       │  │
+      │ └─── undone: its data are lost ────┴───────────────────────────────────────────────────────┘  │
+      └───── end_step, by each ledger in its own time ────────────────────────────────────────────────┘
+
+or, when nothing is left to train, from FORMING to OVER.
+
+Single-threaded: the courier calls everything here. The main thread's `end_step` goes to the courier by a queue, and
+what `take_formed` returns comes back by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import ClassVar
+
+import msgspec
+
+from headrace.comm.messages import (
+    Ask,
+    Failed,
+    Finished,
+    GeneratorCounters,
+    Grants,
+    Message,
+    Redirect,
+    RoundPart,
+    Started,
+)
+from headrace.comm.transport import Received
+from headrace.ranks import forming
+from headrace.ranks.forming import Choice, Standing
+from headrace.ranks.ledger import Ledger
+from headrace.ranks.rounds import Rounds
+from headrace.ranks.tickets import FormedGroup, FormedStep, LedgerSpec, LedgerState, TicketCounts, require
+
+__all__ = ["FormedGroup", "FormedStep", "LedgerNode", "LedgerSpec", "LedgerState", "TicketCounts"]
+
+SHORTEST_PAUSE_S = 0.010
+"""Between the beginnings of two rounds, while something changes."""
+LONGEST_PAUSE_S = 0.100
+"""While nothing changes."""
+
+
+class Phase(Enum):
+    """Where the step stands."""
+
+    FORMING = "forming"
+    SHARING = "sharing"
+    TRAINING = "training"
+    OVER = "over"
+
+
+class Contribution(msgspec.Struct, frozen=True, array_like=True):
+    """What a ledger puts into a round."""
+
+    phase: Phase
+    standing: Standing
+    chosen: list[FormedGroup]
+    """In SHARING: the groups chosen here."""
+    undo: list[int]
+    """Tickets of the batch whose data are lost, found by the replica of this ledger."""
+    counts: TicketCounts
+
+
+class LedgerNode:
+    """One ledger among all; a `comm.service.Service`."""
+
+    handles: ClassVar[tuple[type[Message], ...]] = (Ask, Started, Finished, Failed, RoundPart)
+
+    def __init__(
+        self,
+        spec: LedgerSpec,
+        index: int,
+        ledgers: Sequence[int],
+        generators: Sequence[int],
+        send: Callable[[int, Message], None],
+        state: LedgerState | None = None,
+    ) -> None:
+        """`ledgers`: world ranks by index. `generators`: world ranks. `state`: that of the whole run that goes on
+        (`LedgerState.merge`), saved with any number of ledgers, S and B."""
+        self.counters: dict[int, GeneratorCounters] = {}
+        """The latest totals of each generator that has reported here."""
+        self.spec, self.index = spec, index
+        self.ledger = Ledger(spec, index, len(ledgers), state)
+        self.phase = Phase.FORMING
+        self.totals = self.ledger.counts()
+        """Counts over all ledgers, as of the last round."""
+        self._ranks, self._generators, self._send = list(ledgers), set(generators), send
+        self._rounds = Rounds(index, len(ledgers), lambda target, part: send(self._ranks[target], part))
+        self._formation = 0
+        self._batch_size = 0
+        self._formed: FormedStep | None = None
+        self._chosen: list[FormedGroup] = []
+        self._undo: set[int] = set()
+        self._failures: list[Failed] = []
+        self._contributed = Phase.FORMING
+        self._wanted = False
+        self._changed = True
+        self._began = float("-inf")
+        self._pause = SHORTEST_PAUSE_S
+        self._last_result: list[bytes] = []
+
+    # What the courier brings
+
+    def receive(self, received: Received, now: float) -> None:
+        """Take one message. Raises `LedgerRuleError` when a rank breaks the protocol."""
+        message, source = received.message, received.source
+        if isinstance(message, RoundPart):
+            self._deliver(self._rounds.receive(message))
+            return
+        require(source in self._generators, f"rank {source}, no generator, sent {type(message).__name__}")
+        self._changed = True
+        match message:
+            case Ask():
+                self.ledger.ask(source, message.room)
+            case Started():
+                for ticket, attempt, born in message.starts:
+                    self.ledger.started(source, ticket, attempt, born)
+            case Finished():
+                self.counters[source] = message.counters
+                for sample in message.samples:
+                    self.ledger.finished(source, sample)
+            case Failed():
+                self.ledger.failed(message.ticket, message.attempt, message.reason)
+                self._failures.append(message)
+        self._send_grants()
+
+    def tick(self, now: float) -> None:
+        """Begin the next round when it is time: at once to share a chosen batch, soon when something has changed here
+        or another ledger waits, later and later when nothing does."""
+        if self.phase is Phase.OVER or not self._rounds.idle:
+            return
+        pause = SHORTEST_PAUSE_S if self._changed or self._rounds.peer_began else self._pause
+        if self.phase is Phase.SHARING or now - self._began >= pause:
+            self._began = now
+            self._begin_round()
+
+    # What the trainer says and asks
+
+    def end_step(self, step: int, published: bool) -> None:
+        """This replica has ended optimizer step `step`: weights of version step + 1 exist and, if `published`, have
+        been handed to the weight channel. The groups of this ledger are settled as trained."""
+        require(self.phase is Phase.TRAINING and step == self.ledger.step, f"end of step {step} in {self.describe()}")
+        self.phase, self._formation, self._changed = Phase.FORMING, 0, True
+        self.ledger.end_step(self._batch_size, published)
+        self._send_grants()
+
+    def take_formed(self) -> FormedStep | None:
+        """The batch of the next step, once, and once more each time that it was undone and formed again: then the batch
+        taken before is void. The same on all ledgers."""
+        formed, self._formed = self._formed, None
+        return formed
+
+    def take_failures(self) -> list[Failed]:
+        """The groups given up since the last call, each with its error as it was."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def lost(self, generator: int) -> None:
+        """The generator is gone, with all that it held. Groups of the batch in training whose data weren't pulled yet
+        are named by `unform`."""
+        self.ledger.lost(generator)
+        self._changed = True
+        self._send_grants()
+
+    def unform(self, tickets: Iterable[int]) -> None:
+        """The data of these groups of the batch can't be had: undo the batch. Only before this replica ends the step,
+        which it can't without its data. Other replicas learn it by the next round, from `take_formed`."""
+        self._undo.update(tickets)
+        self._changed = True
+
+    def counts(self) -> TicketCounts:
+        """Running totals of this ledger."""
+        return self.ledger.counts()
+
+    def state(self) -> LedgerState:
+        """What is to be saved of this ledger, as of its last `end_step` (or the start)."""
+        return self.ledger.state()
+
+    def describe(self) -> str:
+        """One line: what is waited for."""
+        line = f"ledger {self.index}, step {self.ledger.step}, {self.phase.value}: "
+        line += "; ".join(f"tickets {numbers} at rank {rank}" for rank, numbers in self.ledger.waiting().items())
+        peer = self._rounds.waits_for
+        if peer is not None:
+            line += f"; round {self._rounds.round} waits for ledger {peer} at rank {self._ranks[peer]}"
+        return line
+
+    def check(self) -> None:
+        """Raise `LedgerRuleError` unless this ledger's invariants hold."""
+        self.ledger.check()
+
+    # Rounds
+
+    def _begin_round(self) -> None:
+        self._changed = False
+        self._contributed = self.phase
+        chosen = self._chosen if self.phase is Phase.SHARING else []
+        standing = self.ledger.contribute(escrow=self._wanted)
+        contribution = Contribution(self.phase, standing, chosen, sorted(self._undo), self.ledger.counts())
+        self._undo = set()
+        self._deliver(self._rounds.begin(msgspec.msgpack.encode(contribution)))
+
+    def _deliver(self, result: list[bytes] | None) -> None:
+        if result is None:
+            return
+        self._pause = min(LONGEST_PAUSE_S, 2 * self._pause) if result == self._last_result else SHORTEST_PAUSE_S
+        self._last_result = result
+        contributions = [msgspec.msgpack.decode(part, type=Contribution) for part in result]
+        standings = [c.standing for c in contributions]
+        self.totals = sum((c.counts for c in contributions[1:]), contributions[0].counts)
+        self._check_credits(standings)
+        lost = {ticket for c in contributions for ticket in c.undo}
+        choice = None if lost else self._choose(standings)
+        gained = forming.credit_moves(standings, self._rounds.round)[self.index]
+        chosen = self.ledger.deliver(gained, None if choice is None else choice[self.index])
+        self._wanted = any(s.wants for s in standings)
+        if lost:
+            self._undo_step(standings, lost)
+        elif self._contributed is Phase.SHARING:
+            self._share(contributions)
+        elif choice is not None:
+            self._take_choice(choice, chosen)
+        self._send_grants()
+        self._redirect(standings)
+
+    def _choose(self, standings: Sequence[Standing]) -> Choice | None:
+        """The batch that this round's snapshot allows; an empty one when the run is over."""
+        if self._contributed is not Phase.FORMING or not forming.same_step(standings):
+            return None
+        if self.ledger.step >= self.spec.steps:
+            return [{} for _ in standings]
+        return forming.choose(standings, self.spec.groups_per_step)
+
+    def _take_choice(self, choice: Choice, chosen: list[FormedGroup]) -> None:
+        """The batch of the step is chosen; next round its metadata are shared. An empty one ends the run."""
+        self._batch_size = sum(sum(taken.values()) for taken in choice)
+        self._chosen = chosen
+        self._undo.update(self.ledger.lost_chosen)
+        self.phase = Phase.SHARING
+        if not self._batch_size:
+            self.phase = Phase.OVER
+            self._formed = FormedStep(self.ledger.step, self._formation, [], finished=True)
+
+    def _share(self, contributions: Sequence[Contribution]) -> None:
+        """The metadata of the whole batch are here: divide it over the replicas."""
+        require(all(c.phase is Phase.SHARING for c in contributions), f"not all share in {self.describe()}")
+        groups = sorted((group for c in contributions for group in c.chosen), key=lambda group: group.ticket)
+        replicas = forming.partition([group.tokens for group in groups], len(self._ranks))
+        placed = [msgspec.structs.replace(g, replica=r) for g, r in zip(groups, replicas, strict=True)]
+        self.phase = Phase.TRAINING
+        self._formed = FormedStep(self.ledger.step, self._formation, placed, finished=False)
+
+    def _undo_step(self, standings: Sequence[Standing], lost: set[int]) -> None:
+        """Data of the batch are lost: form it anew without them. (Loss noticed after the batch was undone only sends
+        tickets back.)"""
+        text = f"tickets {sorted(lost)} lost in a step that another replica has ended: {self.describe()}"
+        require({s.step for s in standings} == {self.ledger.step}, text)
+        self.ledger.undo(lost)
+        self._formed = None
+        self._formation += self._contributed is not Phase.FORMING
+        self.phase, self._changed = Phase.FORMING, True
+
+    def _check_credits(self, standings: Sequence[Standing]) -> None:
+        """The law of rule 1, seen by every ledger in every round at which all are at the same step."""
+        if not forming.same_step(standings):
+            return
+        found = sum(s.credits + s.chosen + sum(s.finished.values()) + sum(s.unfinished.values()) for s in standings)
+        expected = self.spec.credits_at(standings[0].step)
+        text = f"{found} credits and outstanding tickets, {standings[0].undealt} undealt, instead of {expected}"
+        require(found + standings[0].undealt == expected, f"{text}: {standings}")
+
+    def _redirect(self, standings: Sequence[Standing]) -> None:
+        margin = max(self.spec.credits, len(standings))
+        target, room = forming.redirection(standings, self.index, self.ledger.next_number, margin)
+        for generator, asks in self.ledger.unpark(room).items():
+            self._send(generator, Redirect(target, asks))
+
+    def _send_grants(self) -> None:
+        for generator, grants in self.ledger.grant().items():
+            self._send(generator, Grants(grants))

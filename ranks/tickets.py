@@ -1,0 +1,225 @@
+"""The plain data of the ledger: its numbers, what is saved of it, what it counts, what it hands to a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fractions import Fraction
+from math import ceil, floor
+
+import msgspec
+
+from headrace.comm.messages import SampleMeta
+
+
+class LedgerRuleError(AssertionError):
+    """The ledger, or a rank that speaks to it, broke its own rules: a defect of the program, never of the user."""
+
+
+def require(condition: bool, text: str) -> None:
+    """Raise `LedgerRuleError` unless the condition holds; unlike `assert` it can't be switched off."""
+    if not condition:
+        raise LedgerRuleError(text)
+
+
+class LedgerSpec(msgspec.Struct, frozen=True):
+    """The numbers that all ledgers of a run share."""
+
+    groups_per_step: int
+    """B: groups in one optimizer step."""
+    max_staleness: float
+    """S: largest age of a trained token, in publications."""
+    publish_every: int
+    """p: optimizer steps per publication."""
+    group_size: int
+    """Samples in a group."""
+    steps: int
+    """Optimizer steps of the run."""
+    tickets: int | None = None
+    """How many ticket numbers there are (size of the dataset times epochs); None means no end."""
+
+    @property
+    def credits(self) -> int:
+        """C = floor((1 + S)·p·B): the most groups between grant and the end of the step that trains them."""
+        return floor(self._periods * self.publish_every * self.groups_per_step)
+
+    @property
+    def oldest(self) -> int:
+        """D = ceil((1 + S)·p) - 1: the largest age of a trained token, in optimizer steps."""
+        return ceil(self._periods * self.publish_every) - 1
+
+    def credits_at(self, step: int) -> int:
+        """Credits plus outstanding tickets before `step`: no more than the rest of the run needs."""
+        return min(self.credits, (self.steps - step) * self.groups_per_step)
+
+    @property
+    def _periods(self) -> Fraction:
+        """1 + S, exact: 0.1 means a tenth, so that floor and ceil don't depend on rounding."""
+        return 1 + Fraction(str(self.max_staleness))
+
+
+class TicketCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Running totals: issued = trained + dropped + failed + outstanding + returned."""
+
+    issued: int
+    """Distinct numbers ever granted."""
+    trained: int
+    dropped: int
+    failed: int
+    outstanding: int
+    """From grant to the end of the step that trains it."""
+    returned: int
+    """Granted before, waiting to be granted again."""
+    superseded: int
+    """Reports that count for nothing: of an old attempt, of a settled or unknown ticket, repeated, out of range."""
+    failed_reasons: dict[str, int]
+
+    def __add__(self, other: TicketCounts) -> TicketCounts:
+        return TicketCounts(
+            issued=self.issued + other.issued,
+            trained=self.trained + other.trained,
+            dropped=self.dropped + other.dropped,
+            failed=self.failed + other.failed,
+            outstanding=self.outstanding + other.outstanding,
+            returned=self.returned + other.returned,
+            superseded=self.superseded + other.superseded,
+            failed_reasons=add_counts([self.failed_reasons, other.failed_reasons]),
+        )
+
+    @property
+    def balanced(self) -> bool:
+        return self.issued == self.trained + self.dropped + self.failed + self.outstanding + self.returned
+
+
+class FormedGroup(msgspec.Struct, frozen=True, array_like=True):
+    """One group of a formed step."""
+
+    ticket: int
+    attempt: int
+    owner: int
+    """World rank of the generator that holds its data."""
+    ledger: int
+    """Index of the ledger that settles it."""
+    replica: int
+    """Index of the trainer replica that trains it."""
+    born: int
+    """Oldest version among its sampled tokens."""
+    deadline: int
+    """The last step that may train it."""
+    samples: list[SampleMeta]
+
+    @property
+    def tokens(self) -> int:
+        return sum(sample.prompt_tokens + sample.response_tokens for sample in self.samples)
+
+
+class FormedStep(msgspec.Struct, frozen=True):
+    """The batch of one optimizer step, the same on all ledgers."""
+
+    step: int
+    formation: int
+    """0, and one more every time that this step was undone and formed again."""
+    groups: list[FormedGroup]
+    """All of the batch, ordered by ticket."""
+    finished: bool
+    """The run is over: no groups, and none to come."""
+
+
+class SavedGroup(msgspec.Struct, frozen=True):
+    """A finished group that wasn't trained yet when the ledger was saved."""
+
+    ticket: int
+    attempt: int
+    owner: int
+    reserved: int
+    """What its deadline is counted from."""
+    samples: list[SampleMeta]
+
+
+class LedgerState(msgspec.Struct, frozen=True):
+    """What is saved of one ledger at an end of step, or of all of them when merged; plain data that goes into JSON.
+
+    Credits aren't in it: they follow from the rest (`LedgerSpec.credits_at`), whatever S and B the run goes on with.
+    """
+
+    step: int
+    """Steps ended; the next to be formed."""
+    ledgers: int
+    """How many ledgers the run had."""
+    next_numbers: dict[int, int]
+    """Ledger index → its lowest number that was never granted and isn't in `returned`."""
+    finished: list[SavedGroup]
+    returned: list[tuple[int, int]]
+    """(number, attempt of its next grant): what was running or returned; attempt 0 was never granted."""
+    issued: int
+    trained: int
+    dropped: int
+    failed: dict[str, int]
+    superseded: int
+
+    @staticmethod
+    def merge(states: Sequence[LedgerState], owners: Mapping[int, int] | None = None) -> LedgerState:
+        """The state of the whole run from those of all its ledgers at the same step, in any order.
+
+        Every ledger of the run that goes on gets it whole, however many they are. `owners` (ticket → world rank) says
+        which finished groups' data still exist and who holds them now; all other groups go back as numbers.
+        """
+        first = states[0]
+        require(
+            all(s.step == first.step for s in states), f"states of steps {sorted(s.step for s in states)} don't mix"
+        )
+        numbers = {index: number for s in states for index, number in s.next_numbers.items()}
+        require(sorted(numbers) == list(range(first.ledgers)), f"saved ledgers {sorted(numbers)} of {first.ledgers}")
+        whole = LedgerState(
+            step=first.step,
+            ledgers=first.ledgers,
+            next_numbers=numbers,
+            finished=sorted((g for s in states for g in s.finished), key=lambda group: group.ticket),
+            returned=sorted(pair for s in states for pair in s.returned),
+            issued=sum(s.issued for s in states),
+            trained=sum(s.trained for s in states),
+            dropped=sum(s.dropped for s in states),
+            failed=add_counts([s.failed for s in states]),
+            superseded=sum(s.superseded for s in states),
+        )
+        held = owners or {}
+        return whole._with_finished(
+            [msgspec.structs.replace(g, owner=held[g.ticket]) for g in whole.finished if g.ticket in held]
+        )
+
+    def readmit(self, spec: LedgerSpec) -> LedgerState:
+        """Leave as finished what can still be trained in time under `spec`: by order of deadline, as long as for every
+        d at most (d - step + 1)·B are due by d, and within the credits. The rest goes back as numbers."""
+        kept: list[SavedGroup] = []
+        for group in sorted(self.finished, key=lambda group: (group.reserved, group.ticket)):
+            trial = [*kept, group]
+            fits = len(trial) <= spec.credits_at(self.step) and all(s.born <= self.step for s in group.samples)
+            if fits and _in_time([g.reserved + spec.oldest for g in trial], self.step, spec.groups_per_step):
+                kept = trial
+        return self._with_finished(kept)
+
+    def _with_finished(self, kept: Collection[SavedGroup]) -> LedgerState:
+        tickets = {group.ticket for group in kept}
+        back = [(group.ticket, group.attempt + 1) for group in self.finished if group.ticket not in tickets]
+        return msgspec.structs.replace(self, finished=list(kept), returned=sorted([*self.returned, *back]))
+
+    def unissued(self) -> list[int]:
+        """Numbers that were never granted though higher ones were, by another ledger; a whole state only."""
+        low, high = min(self.next_numbers.values()), self.next_fresh
+        return [number for number in range(low, high) if number >= self.next_numbers[number % self.ledgers]]
+
+    @property
+    def next_fresh(self) -> int:
+        """From here on no number was ever granted."""
+        return max(self.next_numbers.values())
+
+
+def _in_time(deadlines: Collection[int], step: int, size: int) -> bool:
+    return all(sum(d <= limit for d in deadlines) <= (limit - step + 1) * size for limit in set(deadlines))
+
+
+def add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for count in counts:
+        for reason, number in count.items():
+            total[reason] = total.get(reason, 0) + number
+    return total
