@@ -86,6 +86,6 @@ class LossOutput:
 LossFunction: TypeAlias = "Callable[[Tensor, Tensor, PackedBatch, Denominators], LossOutput]"
 """(logprobs [N] with gradient, entropy [N] without gradient, micro-batch, denominators) → loss.
 
-`logprobs[t]` is log p(tokens[t] | tokens before t in its sequence) under the current weights; 0 for the first token of
-each sequence.
+`logprobs[t]` is log p(tokens[t] | tokens before t in its sequence) under the current weights. Both columns are 0 for
+the first token of each sequence and for tokens whose loss mask is 0: only tokens in the loss are computed.
 """

@@ -41,11 +41,16 @@ class TrainEngine(Protocol):
         ranks. After it every rank's gradient is the sum over all ranks."""
         ...
 
-    def optim_step(self, step: int) -> StepResult:
-        """Clip, apply AdamW with the learning rate of optimizer step `step` (0, 1, …), zero the gradients."""
+    def optim_step(self, step: int, lr: float | None = None) -> StepResult:
+        """Clip, apply AdamW with the learning rate of optimizer step `step` (0, 1, …) or with `lr`, zero the
+        gradients. Raises HeadraceError, on every rank, if the gradient isn't finite."""
         ...
 
     def zero_grad(self) -> None: ...
+
+    def reset_optimizer(self) -> None:
+        """Forget AdamW's moments and start its bias correction anew."""
+        ...
 
     def export_weights(self, dtype: str, share: int, shares: int) -> Iterator[WeightTensor]:
         """The weights under their Hugging Face names in the wire dtype; tied tensors once. The tensors are divided
@@ -53,7 +58,8 @@ class TrainEngine(Protocol):
         ...
 
     def save_state(self, folder: Path) -> None:
-        """Write weights, fp32 master weights, optimizer and RNG, one file per rank, safetensors only."""
+        """Write fp32 master weights, optimizer and RNG, one file per rank, safetensors only; any number of ranks can
+        load them."""
         ...
 
     def load_state(self, folder: Path) -> None: ...
