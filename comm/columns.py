@@ -110,7 +110,7 @@ def make_group(ticket: int, attempt: int, trajectories: Sequence[Trajectory]) ->
         _check_trajectory((ticket, attempt), trajectory)
     columns = {name: _concatenate(name, trajectories) for name in COLUMN_DTYPES}
     samples = [
-        SampleRow(item.unit.sample, item.reward, item.finish, item.prompt_text, item.response_text)
+        SampleRow(item.unit.sample, float(item.reward), item.finish, item.prompt_text, item.response_text)
         for item in trajectories
     ]
     return Group((ticket, attempt), samples, columns)

@@ -236,11 +236,13 @@ def _read(
 ) -> dict[GroupKey, list[Trajectory]] | ExchangeError:
     """What `take` will return or raise."""
     try:
+        if source != request.owner:
+            raise ExchangeError(f"rank {source} answered for rank {request.owner}.")
         if pulled.error is not None:
             raise ExchangeError(pulled.error)
         groups = unpack_groups(pulled.header, buffers)
-        if source != request.owner or set(groups) != set(request.keys):
+        if set(groups) != set(request.keys):
             raise ExchangeError(f"The answer holds the groups {sorted(groups)}, asked for were {sorted(request.keys)}.")
     except ExchangeError as error:
-        return ExchangeError(f"Pulling samples from rank {source} failed: {error}")
+        return ExchangeError(f"Pulling samples from rank {request.owner} failed: {error}")
     return groups

@@ -77,8 +77,7 @@ class SimulatedNetwork:
             self.now = max(self.now, time)
 
     def next_event_time(self) -> float | None:
-        """When the next message arrives, which may be now or, if nobody has polled since, earlier; None if there is
-        none under way."""
+        """When the next message arrives: `now` if one waits to be polled, None if none is under way."""
         with self._lock:
             self._settle()
             if any(self._inboxes):
@@ -86,14 +85,20 @@ class SimulatedNetwork:
             return self._flights[0].arrival if self._flights else None
 
     def kill(self, rank: int) -> None:
-        """The rank is gone for good: what it sent and what is sent to it vanishes unless already received."""
+        """The rank is gone for good: what is under way from it or to it vanishes, and it polls nothing any more."""
         with self._lock:
+            self._settle()
             self._dead.add(self._checked(rank))
+            self._inboxes[rank].clear()
 
     def silence(self, rank: int, until: float) -> None:
         """Nothing passes to or from the rank before the clock shows `until`; then everything arrives, in order."""
         with self._lock:
+            self._settle()
             self._silent_until[self._checked(rank)] = until
+            for flight in self._inboxes[rank]:
+                heapq.heappush(self._flights, flight)
+            self._inboxes[rank].clear()
 
     def _send(self, source: int, target: int, frame: bytes, buffers: Sequence[Buffer]) -> None:
         pair = (source, self._checked(target))
@@ -108,8 +113,6 @@ class SimulatedNetwork:
     def _take(self, rank: int) -> list[_Flight]:
         with self._lock:
             self._settle()
-            if rank in self._dead or self._hold(rank) > self.now:
-                return []
             taken = list(self._inboxes[rank])
             self._inboxes[rank].clear()
             return taken
@@ -118,16 +121,13 @@ class SimulatedNetwork:
         """Move what is due into the inboxes; what a fault holds back is put off, what it swallows is dropped."""
         while self._flights and self._flights[0].arrival <= self.now:
             flight = heapq.heappop(self._flights)
-            held_until = max(self._hold(flight.source), self._hold(flight.target))
+            held_until = max(self._silent_until.get(rank, 0.0) for rank in (flight.source, flight.target))
             if flight.source in self._dead or flight.target in self._dead:
                 continue
             if held_until > self.now:
                 heapq.heappush(self._flights, flight._replace(arrival=held_until))
             else:
                 self._inboxes[flight.target].append(flight)
-
-    def _hold(self, rank: int) -> float:
-        return self._silent_until.get(rank, 0.0)
 
     def _checked(self, rank: int) -> int:
         if not 0 <= rank < self.size:
