@@ -67,7 +67,10 @@ class Capacity:
 class Engine(Protocol):
     """A model that generates."""
 
-    version: int
+    @property
+    def version(self) -> int:
+        """The version in force: the next token is sampled by it."""
+        ...
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises `DataError` when prompt plus `max_tokens` don't fit into the context."""
