@@ -1,4 +1,4 @@
-"""The MPI transport between real ranks, under both MPI implementations."""
+"""The MPI transport, and the exchange over it, between real ranks under both MPI implementations."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ def test_random_messages_arrive_whole_and_in_the_order_of_each_pair(mpi: str, ra
     counts = [int(count) for count in re.findall(r"(\d+) messages", ended.stdout)]
     assert len(counts) == ranks
     assert sum(counts) == 40 * ranks * ranks + ranks * ranks
+
+
+def test_samples_are_pulled_from_several_owners(mpi: str) -> None:
+    ended = run_ranks(mpi, 3, "pull_samples").check()
+    assert "refused: Pulling samples from rank 0 failed: Not in the store" in ended.stdout
 
 
 def test_a_courier_thread_answers_while_the_main_thread_computes(mpi: str) -> None:
