@@ -11,7 +11,7 @@
     trainer   ◀─ Pulled(...) + buffers ────────── generator
     trainer   ── Release(tickets) ──────────────▶ generator          trained and covered, or superseded: forget them
     trainer   ── WeightsReady(version, ...) ────▶ generator          a version is whole, or (collective): meet
-    generator ── WeightsPull(version) ──────────▶ trainer
+    generator ── WeightsPull(version, bucket) ──▶ trainer            that bucket please, or (collective): I have joined
     generator ◀─ WeightsPart(...) + buffer ─────── trainer
     generator ── WeightsTaken(version) ─────────▶ trainer            the snapshot may be reused
     all       ── Heartbeat(...) ────────────────▶ next rank of the ring
@@ -131,26 +131,35 @@ class Release(Message, frozen=True):
 
 
 class WeightsReady(Message, frozen=True):
+    """The sender's share of a version is whole."""
+
     version: int
-    sender: int
-    bytes: int
     meet: bool
     """True: a collective; the generator's main thread joins it at its next step boundary."""
 
 
 class WeightsPull(Message, frozen=True):
+    """Send me a bucket; or (collective) I have joined the broadcast of this version."""
+
     version: int
+    bucket: int
+    """Index of the bucket in the sender's share; 0 in a collective."""
 
 
 class WeightsPart(Message, frozen=True):
+    """One bucket; its bytes travel behind it as one buffer, or as none when there are no bytes."""
+
     version: int
-    index: int
-    count: int
+    bucket: int
+    buckets: int
+    """How many the share has, at least 1; 0 when the sender no longer holds the version."""
     manifest: bytes | None
-    """With the first part: names, dtypes, shapes, offsets and checksums of the sender's share."""
+    """With bucket 0: an encoded `weights.Manifest` (names, dtypes, shapes, checksums of the sender's share)."""
 
 
 class WeightsTaken(Message, frozen=True):
+    """The generator needs no more of this version: it has it all, or gave it up."""
+
     version: int
 
 
