@@ -220,3 +220,32 @@ def test_an_empty_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
     for name in ("missing.jsonl", "binary.jsonl"):
         with pytest.raises(DataError, match=f"{name} can't be read"):
             read_jsonl(tmp_path / name)
+
+
+EXAMPLE = "examples/my_environment.py"
+
+
+def test_the_example_environment_gives_different_sums_and_holds_some_out() -> None:
+    data = DataConfig(environment=f"{EXAMPLE}:addition", options={"digits": 2, "count": 500})
+    environment = load_environment(data, 100, 0)
+    assert (len(environment.tasks), len(environment.held_out)) == (400, 100)
+    everything = [*environment.tasks, *environment.held_out]
+    assert len({task.question for task in everything}) == 500
+    for task in everything:
+        a, b = str(task.question).removesuffix("=").split("+")
+        assert (len(a), len(b)) == (2, 2)
+        assert str(int(a) + int(b)) == task.answer
+    assert environment_fingerprint(environment) == environment_fingerprint(load_environment(data, 100, 0))
+
+
+def test_the_example_environment_can_give_every_sum_there_is() -> None:
+    data = DataConfig(environment=f"{EXAMPLE}:addition", options={"digits": 1})
+    assert len({task.question for task in load_environment(data, 0, 0).tasks}) == 81
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"), [("123", 1.0), ("124", 1 / 3), ("23", 1 / 3), ("", 0.0), ("9123", 3 / 8)]
+)
+def test_the_example_reward_counts_right_digits_from_the_end(answer: str, reward: float) -> None:
+    data = DataConfig(environment=f"{EXAMPLE}:addition", reward=f"{EXAMPLE}:right_digits")
+    assert load_environment(data, 0, 0).reward(Task("61+62=", "123"), answer) == pytest.approx(reward)
