@@ -19,7 +19,7 @@
     trainer 0 ── CheckpointBegin(step) ─────────▶ trainers           the folder is there, write your part
     trainer   ── CheckpointPart(step, ledger) ──▶ trainer 0          my files are written; my ledger's state
     generator ── EvalResult(...) ───────────────▶ trainer 0
-    trainer 0 ── Stop(stage) ───────────────────▶ all                the numbered cascade at the end, see `ranks.shutdown`
+    trainer 0 ── Stop(stage) ───────────────────▶ all                the cascade at the end, see `ranks.shutdown`
     generator ── Bye(stage) ────────────────────▶ trainer 0
 
 Structs are msgpack arrays tagged by name, checked against their types when decoded; bulk data travels behind them as
@@ -64,7 +64,7 @@ class GeneratorCounters(msgspec.Struct, frozen=True, array_like=True):
     finished_samples: int
     reward_sum: float
     busy_s: float
-    """Time the main thread spent working."""
+    """Time in which it had samples to generate."""
     wall_s: float
     version: int
     """The version held now."""
@@ -179,6 +179,10 @@ class StepReport(Message, frozen=True):
     """Running totals of its ledger."""
     times: dict[str, float]
     """Seconds: `wait`, `train`, `sync`, `wall`."""
+    age_sum: float
+    """Sum of the ages, in versions, of the tokens it trained."""
+    tokens: int
+    """How many those are."""
     counters: dict[int, GeneratorCounters]
     """The newest word of every generator (by rank) that reported to its ledger."""
 

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from headrace.comm.errors import HeadraceError
+from headrace.comm.service import Service
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1, "int32": 4, "int64": 8}
 
@@ -69,8 +70,9 @@ class Version:
     """Give the buffers back; call it once the engine has loaded (or refused) the tensors."""
 
 
-class Publisher(Protocol):
-    """The trainer's end. `publish` is called by the main thread of every trainer rank, with rising versions."""
+class Publisher(Service, Protocol):
+    """The trainer's end, a service of its courier. `publish` is called by the main thread of every trainer rank, with
+    rising versions."""
 
     last_sync_s: float
     """How long the last `publish` kept the trainer, in seconds."""
@@ -84,8 +86,8 @@ class Publisher(Protocol):
         ...
 
 
-class Subscriber(Protocol):
-    """The generator's end, called by its main thread."""
+class Subscriber(Service, Protocol):
+    """The generator's end, a service of its courier; these methods are called by the main thread."""
 
     def newest(self) -> int:
         """The newest version that all trainer ranks have announced; -1 before the first."""

@@ -33,6 +33,9 @@ class RunConfig(Section):
     decode slots, fixed shapes. With `ledger.max_staleness: 0` the weights after every step are promised bit for bit;
     above 0 the timing of the ranks decides which version samples a token, so only the random numbers are fixed."""
 
+    keep_samples: int = Field(8, ge=0)
+    """Prompts with answers that are kept of every step, in `samples.jsonl`."""
+
     wait_limit_s: float = Field(600.0, gt=0)
     """Longest wait for any other rank, in seconds; when it strikes the job ends and names the ranks waited for."""
 

@@ -1,0 +1,246 @@
+"""Makes what a role needs from the config: data, engines, weight channel, process groups.
+
+torch is imported only below this module, and only by ranks that train or generate for real.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from headrace.comm.weights import Publisher, Subscriber
+from headrace.comm.weights_mpi import MpiPublisher, MpiSubscriber
+from headrace.ranks.config import JobConfig
+from headrace.ranks.courier import Courier
+from headrace.ranks.learner import LatencyLearner, Learner, PolicyLearner
+from headrace.ranks.recovery import Restored
+from headrace.ranks.run import GeneratorRank, Rank, TrainerRank
+from headrace.ranks.tasks import (
+    data_facts,
+    environment_of,
+    make_encoder,
+    make_scorer,
+    make_task_source,
+    ticket_order,
+    warm_examples,
+)
+from headrace.rollout.engines import make_engine
+from headrace.rollout.prompts import PromptEncoder
+from headrace.rollout.task import Environment
+from headrace.train.checkpoint import CheckpointStore
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from headrace.comm.devices import Device
+    from headrace.comm.groups import DeviceGroup
+    from headrace.comm.weights_collective import Broadcaster
+
+MIB = 1 << 20
+
+
+@dataclass(slots=True)
+class Parts:
+    """A rank, ready to go: start the courier, then drive the main loop, waiting when it has nothing to do."""
+
+    courier: Courier
+    wait: Callable[[], None]
+    main: Callable[[], Iterator[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The tasks, and how they become tokens; both None for the latency engine."""
+
+    environment: Environment | None
+    encoder: PromptEncoder | None
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Links:
+    """The process groups of a rank; none for the latency engine and under `headrace debug`."""
+
+    device: Device | None = None
+    trainers: Any = None
+    """torch's default group over the trainers, when there are several."""
+    everyone: DeviceGroup | None = None
+    """Trainers and generators, for collective weights."""
+
+
+def load_data(config: JobConfig) -> Data:
+    """Environment and tokenizer of the config."""
+    if config.rollout.engine == "latency":
+        return Data(None, None)
+    environment = environment_of(config)
+    encoder = make_encoder(config)
+    return Data(environment, encoder, data_facts(environment, encoder))
+
+
+def uses_collective(config: JobConfig, device: Device | None) -> bool:
+    """Which weight transport `auto` stands for."""
+    if config.weights.transport == "auto":
+        return device is not None and device.kind != "cpu"
+    return config.weights.transport == "collective"
+
+
+def link(rank: Rank, comm: MPI.Comm) -> Links:
+    """Make the process groups that this job needs. Collective over all ranks; main thread, before the courier."""
+    config, roles = rank.config, rank.roles
+    if config.rollout.engine == "latency" and config.weights.transport != "collective":
+        return Links()
+    import torch
+
+    from headrace.comm.devices import detect
+    from headrace.comm.groups import init_replica_group, make_group, share_store
+
+    torch.set_num_threads(threads_of(rank))
+    device = detect()
+    local = roles.local_index(rank.rank)
+    device.set_in_thread(local)
+    collective = uses_collective(config, device)
+    several = len(roles.trainers) > 1 and config.rollout.engine != "latency"
+    links = Links(device)
+    if not collective and not several:
+        return links
+    limit = config.run.wait_limit_s
+    store = share_store(comm, roles.hosts, limit)
+    if several and roles.role(rank.rank) == "trainer":
+        init_replica_group(store, device.backend, rank.index, len(roles.trainers), limit, "trainers")
+        links.trainers = torch.distributed.group.WORLD
+    if collective:
+        members = [*roles.trainers, *roles.generators]
+        links.everyone = make_group(device.backend, store, "weights", members, rank.rank, limit)
+    return links
+
+
+def make_publisher(rank: Rank, links: Links) -> Publisher:
+    """The trainer's end of the weight channel; also a service of its courier."""
+    config, roles = rank.config.weights, rank.roles
+    bucket, limit = config.bucket_mb * MIB, rank.config.run.wait_limit_s
+    if links.everyone is None:
+        return MpiPublisher(rank.transport, roles.generators, bucket, config.verify, limit)
+    from headrace.comm.weights_collective import CollectivePublisher
+
+    return CollectivePublisher(
+        rank.transport, _broadcaster(rank, links), roles.trainers, roles.generators, config.verify, limit
+    )
+
+
+def make_subscriber(rank: Rank, links: Links) -> Subscriber:
+    """The generator's end of the weight channel; also a service of its courier."""
+    config, roles = rank.config.weights, rank.roles
+    if links.everyone is None:
+        return MpiSubscriber(rank.transport, roles.trainers, config.verify, rank.config.run.wait_limit_s)
+    from headrace.comm.weights_collective import CollectiveSubscriber
+
+    return CollectiveSubscriber(rank.transport, _broadcaster(rank, links), roles.trainers, config.verify)
+
+
+def _broadcaster(rank: Rank, links: Links) -> Broadcaster:
+    from headrace.comm.weights_collective import Broadcaster
+
+    assert links.everyone is not None
+    assert links.device is not None
+    bucket = rank.config.weights.bucket_mb * MIB
+    return Broadcaster(links.everyone, links.device, bucket, rank.roles.local_index(rank.rank))
+
+
+def start_step_of(config: JobConfig, resume: bool) -> int:
+    """Optimizer steps done by the newest whole checkpoint; 0 when the run begins or has none yet."""
+    if not resume:
+        return 0
+    store = CheckpointStore(config.run.folder / "checkpoints", config.checkpoint.keep)
+    newest = store.latest()
+    return 0 if newest is None else int(store.state(newest)["step"])
+
+
+def build_generator(rank: Rank, data: Data, links: Links) -> Parts:
+    """A generator; its engine is made when the main loop starts, so that the courier answers meanwhile."""
+    config = rank.config
+    generator = GeneratorRank(rank, make_subscriber(rank, links))
+
+    def main() -> Iterator[None]:
+        rank.main.set("making the engine")
+        engine = make_engine(
+            config.rollout,
+            config.model.path,
+            config.model.dtype,
+            _torch_device(rank, links),
+            seed=config.run.seed + rank.index,
+            deterministic=config.run.deterministic,
+            max_context=None,
+        )
+        tasks = make_task_source(config, data.environment, data.encoder)
+        scorer = make_scorer(config, data.environment)
+        try:
+            yield from generator.main(engine, tasks, scorer)
+        finally:
+            scorer.close()
+
+    return Parts(generator.courier, generator.wait, main)
+
+
+def build_trainer(rank: Rank, data: Data, links: Links) -> Parts:
+    """A trainer, from the checkpoint if the run goes on; its engine is made when the main loop starts."""
+    config = rank.config
+    store = CheckpointStore(config.run.folder / "checkpoints", config.checkpoint.keep)
+    restored = Restored.at(store, rank.start_step)
+    tasks = config.data.size if data.environment is None else len(data.environment.tasks)
+    tickets = ticket_order(config, tasks).tickets
+    trainer = TrainerRank(rank, make_publisher(rank, links), tickets, restored.ledger)
+
+    def main() -> Iterator[None]:
+        rank.main.set("making the training engine")
+        learner = _make_learner(rank, data, links, warm=restored.folder is None)
+        if restored.folder is not None:
+            learner.load(restored.folder)
+        yield from trainer.main(learner, store)
+
+    return Parts(trainer.courier, trainer.wait, main)
+
+
+def _make_learner(rank: Rank, data: Data, links: Links, warm: bool) -> Learner:
+    """The training engine; `warm` lets the supervised warm start run before the first step."""
+    config = rank.config
+    if config.rollout.engine == "latency":
+        return LatencyLearner(config, rank.index)
+    from headrace.train.torch_engine import TorchTrainEngine
+    from headrace.train.warm_start import warm_start
+
+    assert config.model.path is not None
+    engine = TorchTrainEngine(
+        config.model.path,
+        config.train,
+        config.model.dtype,
+        config.run.steps,
+        _torch_device(rank, links),
+        links.trainers,
+        config.run.seed,
+        config.run.deterministic,
+    )
+    if warm and config.train.warm_start is not None:
+        rank.main.set("warm start")
+        assert data.environment is not None
+        assert data.encoder is not None
+        examples = warm_examples(config, data.environment, data.encoder)
+        losses = warm_start(
+            engine, examples, config.train.warm_start, config.run.seed, rank.index, len(rank.roles.trainers)
+        )
+        if rank.index == 0:
+            rank.say(f"warm start: {len(losses)} steps, loss {losses[0]:.3f} → {losses[-1]:.3f}")
+    return PolicyLearner(engine, config, rank.index, len(rank.roles.trainers))
+
+
+def _torch_device(rank: Rank, links: Links) -> Any:
+    return "cpu" if links.device is None else links.device.torch_device(rank.roles.local_index(rank.rank))
+
+
+def threads_of(rank: Rank) -> int:
+    """Compute threads of this rank."""
+    if rank.config.ranks.threads:
+        return rank.config.ranks.threads
+    neighbours = rank.roles.hosts.count(rank.roles.hosts[rank.rank])
+    return max(1, len(os.sched_getaffinity(0)) // neighbours)

@@ -1,0 +1,132 @@
+"""The courier: the one thread of a rank that talks to the network.
+
+    main thread ── submit(command) / call(command) ──▶ courier ── service.receive / service.tick ──▶ transport.send
+         ▲                                                │
+         └──── queues and events of the services ◀────────┘
+
+The main thread owns torch and the device; the courier owns MPI, the ledger, the exchange and the background weight
+channel. So a trainer grants tickets in the middle of a long optimizer step, and a generator serves pulls during an
+engine step. Between polls the courier sleeps, 20 µs at first and up to 10 ms when nothing happens, so that idle ranks
+leave the cores alone.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from headrace.comm.errors import WaitLimitError
+from headrace.comm.messages import Message
+from headrace.comm.service import Service
+from headrace.comm.transport import Received, Transport
+
+SHORTEST_NAP_S = 20e-6
+LONGEST_NAP_S = 10e-3
+
+T = TypeVar("T")
+
+
+class Courier:
+    """Runs the services of one rank over its transport."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        services: Sequence[Service],
+        on_error: Callable[[BaseException], None],
+        early: Sequence[Received] = (),
+    ) -> None:
+        """`early` are messages that came in before there was a courier."""
+        self.transport = transport
+        self._early = list(early)
+        self._services = list(services)
+        self._routes: dict[type[Message], Service] = {}
+        for service in services:
+            for kind in service.handles:
+                if kind in self._routes:
+                    raise ValueError(f"two services handle {kind.__name__}")
+                self._routes[kind] = service
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._leaving = threading.Event()
+        self._on_error = on_error
+        self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Have the courier run a command soon; from any thread."""
+        self._commands.put(command)
+        self._wake.set()
+
+    def call(self, command: Callable[[], T], limit_s: float) -> T:
+        """Have the courier run a command and wait for its result.
+
+        Raises:
+            WaitLimitError: it didn't come within the limit.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(command())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.submit(run)
+        try:
+            return future.result(limit_s)
+        except TimeoutError:
+            raise WaitLimitError(
+                f"The courier of rank {self.transport.rank} didn't answer for {limit_s:.0f} s."
+            ) from None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, limit_s: float) -> None:
+        """End the thread once all that was submitted is done and all messages have left.
+
+        Raises:
+            WaitLimitError: that took longer than the limit.
+        """
+        self._leaving.set()
+        self._wake.set()
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            raise WaitLimitError(f"The courier of rank {self.transport.rank} didn't finish within {limit_s:.0f} s.")
+
+    def pump(self) -> bool:
+        """One turn: commands, messages, ticks. Returns whether anything happened."""
+        busy = self._run_commands()
+        now = time.monotonic()
+        arrived, self._early = self._early + self.transport.poll(), []
+        for received in arrived:
+            self._routes[type(received.message)].receive(received, now)
+            busy = True
+        for service in self._services:
+            service.tick(now)
+        return busy or self.transport.pending > 0
+
+    def _run_commands(self) -> bool:
+        ran = False
+        while not self._commands.empty():
+            self._commands.get()()
+            ran = True
+        return ran
+
+    def _run(self) -> None:
+        nap = SHORTEST_NAP_S
+        try:
+            while True:
+                busy = self.pump()
+                if not busy and self._leaving.is_set():
+                    return
+                nap = SHORTEST_NAP_S if busy else min(2 * nap, LONGEST_NAP_S)
+                if self._wake.wait(nap):
+                    self._wake.clear()
+                    nap = SHORTEST_NAP_S
+        except BaseException as error:
+            self._on_error(error)

@@ -1,0 +1,83 @@
+"""How a rank writes what it says, and how it ends when something goes wrong.
+
+Every rank has one log, `RUN/attempt_NN/rank_NNN.log`, with all that it and its libraries write. A rank that fails
+leaves `error_NNN.txt` beside it (one paragraph for a user's mistake, a traceback for a defect) and aborts the whole
+job, so that no other rank waits for it; the launcher quotes the earliest of these files.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+from headrace.comm.errors import HeadraceError
+
+FAILED = 1
+"""Exit status of a failed rank."""
+
+
+def open_log(folder: Path, rank: int) -> TextIO:
+    """Send stdout and stderr of this process, C libraries included, to its log; return the stdout it had before."""
+    terminal = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    log = os.open(folder / f"rank_{rank:03d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    return terminal
+
+
+def write_pid(folder: Path, rank: int) -> None:
+    """Leave the process id, so that the launcher can tell which rank a dead process was."""
+    (folder / f"rank_{rank:03d}.pid").write_text(f"{os.getpid()}\n", encoding="utf-8")
+
+
+class Failure:
+    """Ends the job with the text of an error; may be called by any thread, and the first call counts."""
+
+    def __init__(self, folder: Path, rank: int, abort: Callable[[int], None]) -> None:
+        self._file = folder / f"error_{rank:03d}.txt"
+        self._abort = abort
+        self._lock = threading.Lock()
+
+    def __call__(self, error: BaseException) -> NoReturn:
+        with self._lock:
+            text = error_text(error)
+            print(text, file=sys.stderr, flush=True)
+            self._write(text)
+            self._abort(FAILED)
+            os._exit(FAILED)
+
+    def _write(self, text: str) -> None:
+        try:
+            temporary = self._file.with_suffix(".writing")
+            temporary.write_text(text + "\n", encoding="utf-8")
+            temporary.replace(self._file)
+        except OSError as problem:
+            print(f"{self._file} can't be written: {problem}", file=sys.stderr, flush=True)
+
+    def watch_threads(self) -> None:
+        """End the job when any thread dies of an exception."""
+        threading.excepthook = lambda args: self(args.exc_value or RuntimeError(f"thread died: {args.exc_type}"))
+
+
+def error_text(error: BaseException) -> str:
+    """One paragraph for a mistake of the user or of the outside world, a traceback for a defect."""
+    if isinstance(error, HeadraceError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        return (
+            f"Writing failed: {error.strerror} ({error.filename or 'the run folder'}). Free some space or choose "
+            "another run.dir; what was complete before is kept, and --resume goes on from the last checkpoint."
+        )
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+DISK_ERRORS = (27, 28, 30, 122)
+"""EFBIG, ENOSPC, EROFS, EDQUOT."""

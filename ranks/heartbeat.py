@@ -1,0 +1,103 @@
+"""Heartbeats: every rank tells the next one in the ring what its main thread is doing, and for how long.
+
+rank r ── Heartbeat(state, age, version) every heartbeat_s ──▶ rank r+1
+silent for silence_limit_s            → PeerLostError names rank r: the job ends
+own main thread in one state too long → its stacks are written to the log: the job ends
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import time
+from typing import ClassVar
+
+from headrace.comm.errors import PeerLostError, WaitLimitError
+from headrace.comm.messages import Heartbeat, Message
+from headrace.comm.transport import Received, Transport
+from headrace.ranks.topology import RoleMap
+
+LEAVING = "leaving"
+STALL_FACTOR = 2.0
+"""A main thread that stays in one state for this many wait limits hangs: its own waits would have ended it before."""
+
+
+class MainState:
+    """What the main thread is doing; written by it, read by the courier."""
+
+    def __init__(self, state: str = "starting") -> None:
+        self._entry = (state, time.monotonic())
+        self.version = -1
+
+    def set(self, state: str) -> None:
+        """Name what begins now. Naming the same state again says that it goes on well."""
+        self._entry = (state, time.monotonic())
+
+    def read(self, now: float) -> tuple[str, float]:
+        """(state, age in seconds)."""
+        state, since = self._entry
+        return state, max(0.0, now - since)
+
+
+class Heartbeats:
+    """The heartbeat of one rank, and its watch over the rank before it."""
+
+    handles: ClassVar[tuple[type[Message], ...]] = (Heartbeat,)
+
+    def __init__(
+        self,
+        transport: Transport,
+        roles: RoleMap,
+        main: MainState,
+        every_s: float,
+        silence_s: float,
+        wait_limit_s: float,
+    ) -> None:
+        self._transport = transport
+        self._roles = roles
+        self._main = main
+        self._every = every_s
+        self._silence = silence_s
+        self._stall = STALL_FACTOR * wait_limit_s
+        self._watched = (transport.rank - 1) % transport.size
+        self._heard: float | None = None
+        self._last: Heartbeat | None = None
+        self._next = 0.0
+        self._left = False
+
+    def receive(self, received: Received, now: float) -> None:
+        assert isinstance(received.message, Heartbeat)
+        self._heard, self._last = now, received.message
+
+    def tick(self, now: float) -> None:
+        if self._heard is None:
+            self._heard = now
+        if self._left:
+            return
+        if now >= self._next or self._main.read(now)[0] == LEAVING:
+            self._beat(now)
+        self._check(now)
+
+    def _beat(self, now: float) -> None:
+        state, age = self._main.read(now)
+        if age > self._stall:
+            faulthandler.dump_traceback(file=sys.stderr)
+            name = self._roles.name(self._transport.rank)
+            raise WaitLimitError(
+                f"The main thread of {name} has been in '{state}' for {age:.0f} s; its stacks are in its log."
+            )
+        target = (self._transport.rank + 1) % self._transport.size
+        self._transport.send(target, Heartbeat(state, age, self._main.version))
+        self._next = now + self._every
+        self._left = state == LEAVING
+
+    def _check(self, now: float) -> None:
+        assert self._heard is not None
+        leaving = self._last is not None and self._last.state == LEAVING
+        if leaving or now - self._heard <= self._silence:
+            return
+        said = f"last said '{self._last.state}'" if self._last else "has never said anything"
+        raise PeerLostError(
+            f"{self._roles.name(self._watched)} has been silent for {now - self._heard:.0f} s and {said}. "
+            "It died or its host is unreachable; its log is in the run folder."
+        )

@@ -1,0 +1,144 @@
+"""One line of metrics per optimizer step, put together on trainer 0 from what every trainer reports.
+
+trainer i ── StepReport(step, tickets, times, counters) ──▶ LeaderDesk (courier of trainer 0)
+trainer 0 ── record(step, …) at its own end of step ──────▶ LeaderDesk
+all of a step there → one object in metrics.jsonl, the same scalars in TensorBoard
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.comm.messages import GeneratorCounters, StepReport
+from headrace.ranks.tickets import FormedStep
+
+TICKETS = ("issued", "trained", "dropped", "failed", "outstanding", "returned")
+
+
+class MetricsFile:
+    """`metrics.jsonl` and the TensorBoard events of a run."""
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        from tensorboard.summary import Writer
+
+        path = folder / "metrics.jsonl"
+        cut_after(path, start_step)
+        self._file = path.open("a", encoding="utf-8")
+        self._board = Writer(str(folder / "tensorboard"))
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        for name, value in line.items():
+            if name != "step" and value is not None:
+                self._board.add_scalar(name, value, line["step"])
+        self._board.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Forget the lines of steps that will be done again after a resume, and a line that was cut off by a crash."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n") and json.loads(line)["step"] <= step:
+            kept.append(line)
+    temporary = path.with_suffix(".writing")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)
+
+
+@dataclass(slots=True)
+class _Pending:
+    reports: dict[int, StepReport] = field(default_factory=dict)
+    record: dict[str, Any] | None = None
+
+
+class MetricsGatherer:
+    """Completes the lines; lives in the courier of trainer 0."""
+
+    def __init__(self, file: MetricsFile, trainers: int) -> None:
+        self.written = -1
+        """Last step (0, 1, …) whose line is written."""
+        self._file = file
+        self._trainers = trainers
+        self._steps: dict[int, _Pending] = {}
+        self._seen: dict[int, GeneratorCounters] = {}
+        self._last_time = time.monotonic()
+
+    def record(self, step: int, line: dict[str, Any]) -> None:
+        self._steps.setdefault(step, _Pending()).record = line
+        self._complete(step)
+
+    def report(self, source: int, report: StepReport) -> None:
+        self._steps.setdefault(report.step, _Pending()).reports[source] = report
+        self._complete(report.step)
+
+    def _complete(self, step: int) -> None:
+        pending = self._steps[step]
+        if pending.record is None or len(pending.reports) < self._trainers:
+            return
+        reports = list(pending.reports.values())
+        self._file.write(pending.record | self._merge(reports))
+        self.written = step
+        del self._steps[step]
+
+    def _merge(self, reports: Sequence[StepReport]) -> dict[str, Any]:
+        now = time.monotonic()
+        line: dict[str, Any] = {f"tickets/{name}": sum(r.tickets[name] for r in reports) for name in TICKETS}
+        times = {name: float(np.mean([r.times[name] for r in reports])) for name in reports[0].times}
+        wall = times.pop("wall")
+        line |= {f"time/{name}": value for name, value in times.items()}
+        line["time/step"] = wall
+        line["idle/trainer"] = min(1.0, times["wait"] / wall) if wall > 0 else 0.0
+        tokens = sum(r.tokens for r in reports)
+        line["staleness/mean"] = sum(r.age_sum for r in reports) / tokens if tokens else 0.0
+        line |= self._generation(reports, now - self._last_time)
+        self._last_time = now
+        return line
+
+    def _generation(self, reports: Sequence[StepReport], elapsed: float) -> dict[str, Any]:
+        """What the generators did since the last line, from the difference of their running totals."""
+        newest = dict(self._seen)
+        for report in reports:
+            for rank, counters in report.counters.items():
+                if rank not in newest or counters.wall_s > newest[rank].wall_s:
+                    newest[rank] = counters
+        zero = GeneratorCounters(0, 0, 0.0, 0.0, 0.0, -1)
+        change = [(counters, self._seen.get(rank, zero)) for rank, counters in newest.items()]
+        tokens = sum(new.generated_tokens - old.generated_tokens for new, old in change)
+        samples = sum(new.finished_samples - old.finished_samples for new, old in change)
+        rewards = sum(new.reward_sum - old.reward_sum for new, old in change)
+        busy = sum(new.busy_s - old.busy_s for new, old in change)
+        wall = sum(new.wall_s - old.wall_s for new, old in change)
+        self._seen = newest
+        return {
+            "tokens/generated_per_s": tokens / elapsed if elapsed > 0 else 0.0,
+            "reward/generated_mean": rewards / samples if samples else None,
+            "idle/generator": max(0.0, 1.0 - busy / wall) if wall > 0 else 0.0,
+        }
+
+
+def batch_metrics(formed: FormedStep, step_s: float) -> dict[str, Any]:
+    """What the metadata of the whole batch says, the same on every trainer."""
+    metas = [meta for group in formed.groups for meta in group.samples]
+    lengths = [meta.response_tokens for meta in metas]
+    trained = sum(meta.prompt_tokens + meta.response_tokens for meta in metas)
+    return {
+        "reward/mean": float(np.mean([meta.reward for meta in metas])),
+        "response_length/mean": float(np.mean(lengths)),
+        "response_length/max": max(lengths),
+        "staleness/max": formed.step - min(meta.born for meta in metas),
+        "tokens/trained_per_s": trained / step_s if step_s > 0 else 0.0,
+    }

@@ -1,0 +1,117 @@
+"""Checkpoints of the whole job, and what a resumed job starts from.
+
+    trainer 0 ── CheckpointBegin(step) ──▶ trainers     the folder is there
+    every trainer: learner.save (its files)
+    trainer i ── CheckpointPart(step, ledger) ──▶ trainer 0
+    trainer 0: all parts there → CheckpointStore.commit: durable, renamed, marked, the oldest one deleted
+
+The ledgers' states are those of the end of the same step, so weights, optimizer and ledger belong together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from headrace.comm.messages import CheckpointBegin, CheckpointPart
+from headrace.ranks.courier import Courier
+from headrace.ranks.heartbeat import MainState
+from headrace.ranks.learner import Learner
+from headrace.ranks.node import LedgerNode
+from headrace.ranks.shutdown import until
+from headrace.ranks.tickets import LedgerState
+from headrace.ranks.topology import RoleMap
+from headrace.ranks.trainer import LeaderDesk, TrainerDesk
+from headrace.train.checkpoint import CheckpointStore
+
+POLL_S = 0.005
+
+
+class Checkpoints:
+    """One trainer's part in writing checkpoints; all calls from its main thread."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        roles: RoleMap,
+        rank: int,
+        courier: Courier,
+        desk: TrainerDesk,
+        leader: LeaderDesk | None,
+        node: LedgerNode,
+        learner: Learner,
+        main: MainState,
+        limit_s: float,
+    ) -> None:
+        self._store = store
+        self._roles = roles
+        self._rank = rank
+        self._courier = courier
+        self._desk = desk
+        self._leader = leader
+        self._node = node
+        self._learner = learner
+        self._main = main
+        self._limit = limit_s
+
+    def write(self, step: int) -> None:
+        """Write the checkpoint of `step` optimizer steps; every trainer calls it at the same step."""
+        self._main.set(f"writing the checkpoint of step {step}")
+        if self._leader is not None:
+            folder = self._begin(step, self._leader)
+        else:
+            self._wait(lambda: step in self._desk.checkpoints, lambda: f"trainer 0 to begin the checkpoint of {step}")
+            self._desk.checkpoints.remove(step)
+            folder = self._store.writing(step)
+        self._learner.save(folder)
+        ledger = msgspec.msgpack.encode(self._courier.call(self._node.state, self._limit))
+        self._send(self._roles.trainers[0], CheckpointPart(step, ledger))
+        if self._leader is not None:
+            self._commit(step, self._leader)
+
+    def _begin(self, step: int, leader: LeaderDesk) -> Path:
+        folder = self._store.begin(step)
+        self._courier.call(leader.parts.clear, self._limit)
+        for trainer in self._roles.trainers[1:]:
+            self._send(trainer, CheckpointBegin(step))
+        return folder
+
+    def _commit(self, step: int, leader: LeaderDesk) -> None:
+        def missing() -> str:
+            absent = [self._roles.name(r) for r in self._roles.trainers if r not in leader.parts]
+            return f"the part of {', '.join(absent)} of the checkpoint of step {step}"
+
+        self._wait(lambda: len(leader.parts) == len(self._roles.trainers), missing)
+        ledgers = [msgspec.msgpack.decode(leader.parts[rank]) for rank in self._roles.trainers]
+        self._store.commit(step, {"step": step, "ledgers": ledgers})
+
+    def _send(self, target: int, message: CheckpointBegin | CheckpointPart) -> None:
+        self._courier.submit(lambda: self._courier.transport.send(target, message))
+
+    def _wait(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
+        for _ in until(done, self._limit, what):
+            time.sleep(POLL_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a run starts from."""
+
+    folder: Path | None
+    """Of the checkpoint; None at the very beginning."""
+    ledger: LedgerState | None
+    """Of all ledgers together; groups that were finished but not trained went with their generators' memory, so their
+    tickets are granted again."""
+
+    @staticmethod
+    def at(store: CheckpointStore, step: int) -> Restored:
+        """The state after `step` optimizer steps."""
+        if step == 0:
+            return Restored(None, None)
+        folder = store.folder(step)
+        saved = msgspec.convert(store.state(folder)["ledgers"], list[LedgerState], strict=False)
+        return Restored(folder, LedgerState.merge(saved))

@@ -1,0 +1,251 @@
+"""Puts a generator and a trainer together from their parts, and holds their main loops.
+
+A main loop is a Python generator that yields whenever it has nothing to do. `ranks.start` runs one per process over
+MPI, `ranks.debug` runs both by turns in one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.comm.exchange import ExchangeConsumer, ExchangeOwner, SampleStore
+from headrace.comm.messages import EvalResult
+from headrace.comm.service import Service
+from headrace.comm.transport import Received, Transport
+from headrace.comm.weights import Publisher, Subscriber
+from headrace.ranks.config import JobConfig
+from headrace.ranks.courier import Courier
+from headrace.ranks.evaluation import evaluate_share
+from headrace.ranks.generator import GeneratorDesk, GeneratorLoop
+from headrace.ranks.heartbeat import Heartbeats, MainState
+from headrace.ranks.learner import Learner
+from headrace.ranks.metrics import MetricsFile, MetricsGatherer
+from headrace.ranks.node import LedgerNode
+from headrace.ranks.recovery import Checkpoints
+from headrace.ranks.samples import SampleLog
+from headrace.ranks.shutdown import await_stop, end_generator, lead_end, until
+from headrace.ranks.tasks import Scorer, TaskSource
+from headrace.ranks.tickets import LedgerSpec, LedgerState
+from headrace.ranks.topology import RoleMap
+from headrace.ranks.trainer import LeaderDesk, StepBatch, TrainerDesk, TrainerLoop
+from headrace.rollout.engine import Engine, SamplingParams
+from headrace.train.checkpoint import CheckpointStore
+
+IDLE_S = 0.02
+
+
+@dataclass(slots=True)
+class Rank:
+    """What both roles have."""
+
+    config: JobConfig
+    folder: Path
+    transport: Transport
+    roles: RoleMap
+    main: MainState
+    start_step: int
+    on_error: Callable[[BaseException], None]
+    say: Callable[[str], None]
+    """Shows a line on the terminal; only rank 0 uses it."""
+    early: list[Received] = field(default_factory=list)
+    heartbeats: bool = True
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def index(self) -> int:
+        return self.roles.index(self.rank)
+
+    def courier(self, services: list[Service]) -> Courier:
+        run = self.config.run
+        if self.heartbeats and self.transport.size > 1:
+            beats = Heartbeats(
+                self.transport, self.roles, self.main, run.heartbeat_s, run.silence_limit_s, run.wait_limit_s
+            )
+            services = [*services, beats]
+        return Courier(self.transport, services, self.on_error, self.early)
+
+
+class GeneratorRank:
+    """A generator: its services first, its engine (slow to make) when the courier runs already."""
+
+    def __init__(self, rank: Rank, subscriber: Subscriber) -> None:
+        self._rank = rank
+        self._subscriber = subscriber
+        self._store = SampleStore()
+        self._desk = GeneratorDesk(rank.transport, rank.roles)
+        self.courier = rank.courier([self._desk, ExchangeOwner(rank.transport, self._store), subscriber])
+
+    def main(self, engine: Engine, tasks: TaskSource, scorer: Scorer) -> Iterator[None]:
+        """The main loop, from the first weights to the end of the run."""
+        rank, config = self._rank, self._rank.config
+        limit = config.run.wait_limit_s
+        params = sampling_params(config, tasks)
+        loop = GeneratorLoop(
+            rank.rank,
+            rank.roles,
+            self._desk,
+            engine,
+            self._subscriber,
+            self._store,
+            tasks,
+            scorer,
+            params,
+            config.rollout.group_size,
+            config.run.seed,
+            rank.main,
+        )
+
+        def evaluate() -> tuple[float, int]:
+            shares = len(rank.roles.generators)
+            return evaluate_share(engine, tasks, scorer, params, rank.index, shares, rank.main)
+
+        evaluates = len(tasks.held_out) > 0
+        rank.main.set("waiting for the first weights")
+        yield from until(
+            lambda: loop.reached(rank.start_step), 2 * limit, lambda: "the first weights from the trainers"
+        )
+        if evaluates and rank.start_step == 0:
+            self._desk.post(rank.roles.trainers[0], EvalResult("before", engine.version, *evaluate()))
+        while self._desk.stop is None:
+            if not loop.step():
+                yield
+        yield from end_generator(loop, self._desk, rank.roles.trainers[0], evaluate if evaluates else None, limit)
+        yield from await_stop(self._desk, 2 * limit)
+
+    def wait(self) -> None:
+        self._desk.wait(IDLE_S)
+
+
+class TrainerRank:
+    """A trainer, with its ledger; trainer 0 leads: it writes metrics and checkpoints, and ends the run."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        publisher: Publisher,
+        tickets: int | None,
+        state: LedgerState | None,
+    ) -> None:
+        self._rank = rank
+        self._publisher = publisher
+        spec = ledger_spec(rank.config, tickets)
+        transport, roles = rank.transport, rank.roles
+        self._node = LedgerNode(spec, rank.index, list(roles.trainers), list(roles.generators), transport.send, state)
+        consumer = ExchangeConsumer(transport)
+        self._desk = TrainerDesk(transport, self._node, consumer, rank.index)
+        self._leader = self._make_leader() if rank.index == 0 else None
+        services: list[Service] = [self._node, consumer, self._desk, publisher]
+        self.courier = rank.courier(services + ([self._leader] if self._leader else []))
+
+    def _make_leader(self) -> LeaderDesk:
+        rank = self._rank
+        file = MetricsFile(rank.folder, rank.start_step)
+        leader = LeaderDesk(MetricsGatherer(file, len(rank.roles.trainers)))
+        leader.on_evaluation = lambda label: _write_evaluation(rank, leader, label)
+        return leader
+
+    def main(self, learner: Learner, checkpoint_store: CheckpointStore) -> Iterator[None]:
+        """The main loop, from the first publication to the end of the run."""
+        rank, config, leader = self._rank, self._rank.config, self._leader
+        limit = config.run.wait_limit_s
+        checkpoints = Checkpoints(
+            checkpoint_store,
+            rank.roles,
+            rank.rank,
+            self.courier,
+            self._desk,
+            leader,
+            self._node,
+            learner,
+            rank.main,
+            limit,
+        )
+        samples = SampleLog(rank.folder, rank.start_step, config.run.keep_samples) if leader else None
+
+        def on_step(batch: StepBatch, step: int, last: bool) -> None:
+            if samples is not None:
+                samples.write(step + 1, batch.groups)
+            every = config.checkpoint.every
+            if last or (every and (step + 1) % every == 0):
+                checkpoints.write(step + 1)
+
+        loop = TrainerLoop(
+            roles=rank.roles,
+            rank=rank.rank,
+            courier=self.courier,
+            desk=self._desk,
+            node=self._node,
+            learner=learner,
+            publisher=self._publisher,
+            main=rank.main,
+            steps=config.run.steps,
+            start_step=rank.start_step,
+            publish_every=config.weights.publish_every,
+            wait_limit_s=limit,
+            on_step=on_step,
+            record=self._record if leader else None,
+        )
+        loop.start()
+        while not loop.done:
+            if not loop.step():
+                yield
+        rank.main.set("ending the run")
+        if leader is not None:
+            yield from lead_end(leader, self.courier, rank.roles, loop.version, loop.version - 1, limit)
+        yield from await_stop(self._desk, 2 * limit)
+
+    def wait(self) -> None:
+        self._desk.wake.wait(IDLE_S)
+        self._desk.wake.clear()
+
+    def _record(self, step: int, line: dict[str, Any]) -> None:
+        assert self._leader is not None
+        metrics = self._leader.metrics
+        self.courier.submit(lambda: metrics.record(step, line))
+
+
+def sampling_params(config: JobConfig, tasks: TaskSource) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, tasks.stop_token_ids)
+
+
+def ledger_spec(config: JobConfig, tickets: int | None) -> LedgerSpec:
+    return LedgerSpec(
+        groups_per_step=config.ledger.groups_per_step,
+        max_staleness=config.ledger.max_staleness,
+        publish_every=config.weights.publish_every,
+        group_size=config.rollout.group_size,
+        steps=config.run.steps,
+        tickets=tickets,
+    )
+
+
+def run_main(loop: Iterator[None], wait: Callable[[], None]) -> None:
+    """Drive one main loop to its end, waiting whenever it has nothing to do."""
+    for _ in loop:
+        wait()
+
+
+def _write_evaluation(rank: Rank, leader: LeaderDesk, label: str) -> None:
+    """Once every generator has answered its share: one line in evaluations.jsonl and on the terminal."""
+    results = leader.evaluations[label]
+    if len(results) < len(rank.roles.generators):
+        return
+    total = sum(result.total for result in results.values())
+    accuracy = sum(result.correct for result in results.values()) / total
+    version = max(result.version for result in results.values())
+    line = {"label": label, "version": version, "accuracy": accuracy, "tasks": total, "time": time.time()}
+    with (rank.folder / "evaluations.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    print(
+        f"evaluation {label} training (version {version}): accuracy {accuracy:.3f} on {total} held-out tasks",
+        flush=True,
+    )

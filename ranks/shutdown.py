@@ -1,0 +1,78 @@
+"""The end of a run, as a cascade. Every step has a limit, and the message of a limit names who is waited for.
+
+1. Trainers: the last step is trained, its weights are published, the last checkpoint is whole.
+2. Trainer 0 sends Stop(1, version): each generator drops what runs, takes in that version, evaluates, says Bye.
+3. Trainer 0 has every Bye and every line of metrics: it sends Stop(2) to all ranks.
+4. Every rank: its heartbeat says that it leaves, its courier sends what is left and ends, its reward processes end.
+5. All ranks meet in a last barrier and leave MPI.
+
+Main loops are Python generators that yield whenever there is nothing to do: a rank waits then, and `headrace debug`
+runs the other role. This module holds what the two roles yield through at the end (1 to 3); `ranks.start` does 4 and 5.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from headrace.comm.errors import WaitLimitError
+from headrace.comm.messages import Bye, EvalResult, Stop
+from headrace.ranks.courier import Courier
+from headrace.ranks.generator import GeneratorDesk, GeneratorLoop
+from headrace.ranks.topology import RoleMap
+from headrace.ranks.trainer import LeaderDesk, TrainerDesk
+
+Evaluate = Callable[[], tuple[float, int]]
+
+
+def until(done: Callable[[], bool], limit_s: float, what: Callable[[], str]) -> Iterator[None]:
+    """Yield until done.
+
+    Raises:
+        WaitLimitError: not within the limit; the message says what was waited for.
+    """
+    deadline = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > deadline:
+            raise WaitLimitError(f"Waited {limit_s:.0f} s (run.wait_limit_s) for {what()}.")
+        yield
+
+
+def lead_end(
+    leader: LeaderDesk, courier: Courier, roles: RoleMap, version: int, last_line: int, limit_s: float
+) -> Iterator[None]:
+    """Steps 2 and 3, on trainer 0."""
+
+    def send(targets: tuple[int, ...], stage: int) -> None:
+        for rank in targets:
+            courier.submit(lambda rank=rank: courier.transport.send(rank, Stop(stage, version)))  # type: ignore[misc]
+
+    def missing() -> str:
+        absent = [roles.name(rank) for rank in roles.generators if rank not in leader.gone]
+        return f"the end of {', '.join(absent) or 'the metrics of the last step'}"
+
+    send(roles.generators, 1)
+    yield from until(
+        lambda: len(leader.gone) == len(roles.generators) and leader.metrics.written >= last_line, limit_s, missing
+    )
+    send(tuple(range(len(roles.hosts))), 2)
+
+
+def await_stop(desk: TrainerDesk | GeneratorDesk, limit_s: float) -> Iterator[None]:
+    """Wait for Stop(2)."""
+    yield from until(
+        lambda: desk.stop is not None and desk.stop.stage == 2, limit_s, lambda: "trainer 0 to end the run"
+    )
+
+
+def end_generator(
+    loop: GeneratorLoop, desk: GeneratorDesk, leader: int, evaluate: Evaluate | None, limit_s: float
+) -> Iterator[None]:
+    """Step 2, on a generator that was told to stop."""
+    stop = desk.stop
+    assert stop is not None
+    loop.drop_all()
+    yield from until(lambda: loop.reached(stop.version), limit_s, lambda: f"version {stop.version} of the weights")
+    if evaluate is not None:
+        desk.post(leader, EvalResult("after", loop.engine.version, *evaluate()))
+    desk.post(leader, Bye(1))

@@ -1,0 +1,130 @@
+"""The start of a rank under MPI, from the command line to its main loop, and its end.
+
+    python -m headrace.ranks CONFIG --attempt K [--resume] --ranks N      (what the launcher has mpirun start)
+
+1. Config read; reward server forked, before MPI is initialised; MPI checked: thread level, size of the world.
+2. Log, pid file; data and tokenizer loaded; `startup.meet`: hosts and facts compared, roles planned, role map printed.
+3. Process groups from stores with ports of their own; services; courier started; engine made; main loop.
+4. The cascade of `ranks.shutdown`; last barrier; MPI finalized.
+
+The main thread calls MPI only before the courier has started and after it has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from headrace.comm.errors import WaitLimitError
+from headrace.comm.mpi import MpiTransport, check_threads, check_world
+from headrace.ranks.build import build_generator, build_trainer, link, load_data, start_step_of
+from headrace.ranks.config import JobConfig
+from headrace.ranks.failure import Failure, open_log, write_pid
+from headrace.ranks.heartbeat import LEAVING, MainState
+from headrace.ranks.run import Rank, run_main
+from headrace.ranks.startup import hello_of, meet
+from headrace.ranks.topology import plan_roles
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+LEAVE_LIMIT_S = 60.0
+"""Longest time for the last messages and the last barrier."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one rank to its end. Never returns normally when something failed: the whole job is aborted then."""
+    options = _options(arguments)
+    config = read_config(options.config)
+    if config.rollout.engine != "latency":
+        from headrace.rollout.rewards import start_reward_server
+
+        start_reward_server()
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    attempt = config.run.folder / f"attempt_{options.attempt:02d}"
+    fail = Failure(attempt, comm.Get_rank(), MPI.COMM_WORLD.Abort)
+    try:
+        check_threads()
+        check_world(comm, options.ranks)
+        terminal = open_log(attempt, comm.Get_rank())
+        write_pid(attempt, comm.Get_rank())
+        fail.watch_threads()
+        _run(comm, config, options.resume, fail, terminal.write)
+    except BaseException as error:
+        fail(error)
+
+
+def read_config(path: Path) -> JobConfig:
+    """The resolved config that the launcher wrote."""
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    tree.pop("launch", None)
+    return JobConfig.model_validate(tree)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m headrace.ranks")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--attempt", type=int, default=0)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--ranks", type=int, default=None)
+    return parser.parse_args(arguments)
+
+
+def _run(comm: MPI.Comm, config: JobConfig, resume: bool, fail: Failure, say: Any) -> None:
+    rank = comm.Get_rank()
+    data = load_data(config)
+    transport = MpiTransport(comm)
+    hello = hello_of(_facts(config) | data.facts, socket.gethostname())
+    welcome, early = meet(transport, hello, start_step_of(config, resume), config.run.wait_limit_s)
+    roles = plan_roles(welcome.hosts, config.ranks)
+    if rank == 0:
+        say(roles.describe() + "\n")
+    shared = Rank(
+        config=config,
+        folder=config.run.folder,
+        transport=transport,
+        roles=roles,
+        main=MainState(),
+        start_step=welcome.start_step,
+        on_error=fail,
+        say=lambda text: say(text + "\n"),
+        early=early,
+    )
+    build = build_trainer if roles.role(rank) == "trainer" else build_generator
+    parts = build(shared, data, link(shared, comm))
+    parts.courier.start()
+    run_main(parts.main(), parts.wait)
+    shared.main.set(LEAVING)
+    parts.courier.stop(LEAVE_LIMIT_S)
+    _leave(comm)
+
+
+def _facts(config: JobConfig) -> dict[str, str]:
+    """What must be the same on every rank."""
+    facts = {"config": config.model_dump_json(), "python": platform.python_version()}
+    return facts | {name: importlib.metadata.version(name) for name in ("headrace", "numpy", "mpi4py")}
+
+
+def _leave(comm: MPI.Comm) -> None:
+    """Meet all ranks once more, so that nobody closes MPI while another still sends; then leave."""
+    request = comm.Ibarrier()
+    deadline = time.monotonic() + LEAVE_LIMIT_S
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise WaitLimitError(f"The other ranks haven't reached the end of the job within {LEAVE_LIMIT_S:.0f} s.")
+        time.sleep(0.002)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    from mpi4py import MPI
+
+    MPI.Finalize()

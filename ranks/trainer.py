@@ -1,0 +1,290 @@
+"""The trainer: waits for a batch, trains, publishes, and tells its ledger that the step is over.
+
+    courier (TrainerDesk, LedgerNode, ExchangeConsumer)      main thread (TrainerLoop.step)
+    ───────────────────────────────────────────────────      ──────────────────────────────
+    Ask, Started, Finished, Failed, RoundPart ▶ LedgerNode
+    a step is formed ▶ Pull from the owners ▶ Pulled ──────▶ StepBatch → learner.learn
+                                                              learner.export → publisher.publish(version)
+    LedgerNode.end_step ◀── submit ───────────────────────── end of step: credits come back, grants go out
+    Release ▶ owners                                          StepReport → trainer 0
+    CheckpointBegin ────────────────────────────────────────▶ learner.save, CheckpointPart → trainer 0
+
+`LeaderDesk` is what trainer 0 has besides: it gathers reports, parts of checkpoints, evaluations and good-byes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+
+from headrace.comm.errors import WaitLimitError
+from headrace.comm.exchange import ExchangeConsumer
+from headrace.comm.messages import (
+    Bye,
+    CheckpointBegin,
+    CheckpointPart,
+    EvalResult,
+    Message,
+    Release,
+    StepReport,
+    Stop,
+)
+from headrace.comm.trajectory import Trajectory
+from headrace.comm.transport import Received, Transport
+from headrace.comm.weights import Publisher
+from headrace.ranks.courier import Courier
+from headrace.ranks.heartbeat import MainState
+from headrace.ranks.learner import Learner
+from headrace.ranks.metrics import MetricsGatherer, batch_metrics
+from headrace.ranks.node import LedgerNode
+from headrace.ranks.tickets import FormedStep
+from headrace.ranks.topology import RoleMap
+
+Key = tuple[int, int]
+"""(ticket, attempt)."""
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """A formed step with the data of the groups that this replica trains."""
+
+    formed: FormedStep
+    indices: list[int]
+    """Places of `groups` in `formed.groups`."""
+    groups: list[list[Trajectory]]
+
+
+class TrainerDesk:
+    """The courier's side of a trainer: pulls the data of a formed step and hands the batch to the main thread."""
+
+    handles: ClassVar[tuple[type[Message], ...]] = (CheckpointBegin, Stop)
+
+    def __init__(self, transport: Transport, node: LedgerNode, consumer: ExchangeConsumer, index: int) -> None:
+        self.batches: deque[StepBatch] = deque()
+        self.checkpoints: deque[int] = deque()
+        self.stop: Stop | None = None
+        self.wake = threading.Event()
+        self._transport = transport
+        self._node = node
+        self._consumer = consumer
+        self._index = index
+        self._formed: FormedStep | None = None
+        self._requests: list[int] = []
+        self._data: dict[Key, list[Trajectory]] = {}
+
+    def receive(self, received: Received, now: float) -> None:
+        match received.message:
+            case CheckpointBegin(step):
+                self.checkpoints.append(step)
+            case Stop() as stop:
+                self.stop = stop
+        self.wake.set()
+
+    def tick(self, now: float) -> None:
+        if self._formed is None:
+            self._formed = self._node.take_formed()
+            if self._formed is not None:
+                self._pull(self._formed)
+        if self._formed is not None and self._arrived():
+            self._hand_over(self._formed)
+
+    def release(self, formed: FormedStep) -> None:
+        """Tell the owners of this replica's groups that they are trained."""
+        for owner, keys in self._by_owner(formed).items():
+            self._transport.send(owner, Release(keys))
+
+    def describe(self) -> str:
+        """What a batch is waited for, in one line."""
+        waiting = [f"data of {len(keys)} groups from rank {rank}" for rank, keys, _ in self._consumer.waiting()]
+        return "; ".join(waiting) if waiting else self._node.describe()
+
+    def _by_owner(self, formed: FormedStep) -> dict[int, list[Key]]:
+        keys: dict[int, list[Key]] = {}
+        for group in formed.groups:
+            if group.replica == self._index:
+                keys.setdefault(group.owner, []).append((group.ticket, group.attempt))
+        return keys
+
+    def _pull(self, formed: FormedStep) -> None:
+        self._requests = [self._consumer.pull(owner, keys) for owner, keys in self._by_owner(formed).items()]
+
+    def _arrived(self) -> bool:
+        for request in list(self._requests):
+            data = self._consumer.take(request)
+            if data is not None:
+                self._data |= data
+                self._requests.remove(request)
+        return not self._requests
+
+    def _hand_over(self, formed: FormedStep) -> None:
+        mine = [(i, group) for i, group in enumerate(formed.groups) if group.replica == self._index]
+        groups = [self._data.pop((group.ticket, group.attempt)) for _, group in mine]
+        self.batches.append(StepBatch(formed, [i for i, _ in mine], groups))
+        self._formed = None
+        self.wake.set()
+
+
+class LeaderDesk:
+    """Trainer 0 gathers here what the others send it."""
+
+    handles: ClassVar[tuple[type[Message], ...]] = (StepReport, CheckpointPart, EvalResult, Bye)
+
+    def __init__(self, metrics: MetricsGatherer) -> None:
+        self.metrics = metrics
+        self.parts: dict[int, bytes] = {}
+        """Ledger states of the checkpoint that is being written, by rank."""
+        self.evaluations: dict[str, dict[int, EvalResult]] = {}
+        self.gone: set[int] = set()
+        self.on_evaluation: Callable[[str], None] = lambda label: None
+
+    def receive(self, received: Received, now: float) -> None:
+        match received.message:
+            case StepReport() as report:
+                self.metrics.report(received.source, report)
+            case CheckpointPart(_, ledger):
+                self.parts[received.source] = ledger
+            case EvalResult(label=label) as result:
+                self.evaluations.setdefault(label, {})[received.source] = result
+                self.on_evaluation(label)
+            case Bye():
+                self.gone.add(received.source)
+
+    def tick(self, now: float) -> None:
+        """Everything here is done as it comes in."""
+
+
+class TrainerLoop:
+    """The main thread of a trainer."""
+
+    def __init__(
+        self,
+        roles: RoleMap,
+        rank: int,
+        courier: Courier,
+        desk: TrainerDesk,
+        node: LedgerNode,
+        learner: Learner,
+        publisher: Publisher,
+        main: MainState,
+        steps: int,
+        start_step: int,
+        publish_every: int,
+        wait_limit_s: float,
+        on_step: Callable[[StepBatch, int, bool], None],
+        record: Callable[[int, dict[str, object]], None] | None,
+    ) -> None:
+        self.done = False
+        self.version = start_step
+        self._roles = roles
+        self._rank = rank
+        self._courier = courier
+        self._desk = desk
+        self._node = node
+        self._learner = learner
+        self._publisher = publisher
+        self._main = main
+        self._steps = steps
+        self._publish_every = publish_every
+        self._wait_limit = wait_limit_s
+        self._on_step = on_step
+        self._record = record
+        self._ended_at = time.monotonic()
+
+    def start(self) -> None:
+        """Publish the weights that the run starts with; generators hold their tickets until these are there."""
+        self._publish(self.version)
+        self._ended_at = time.monotonic()
+        if self.version >= self._steps:
+            self.done = True
+
+    def step(self) -> bool:
+        """Train on a batch if there is one; returns whether there was."""
+        self._main.set("waiting for a batch")
+        if not self._desk.batches:
+            self._check_wait()
+            return False
+        batch = self._desk.batches.popleft()
+        if batch.formed.finished:
+            self.done = True
+        else:
+            self._train(batch)
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until the courier has something, at most `seconds`."""
+        self._desk.wake.wait(seconds)
+        self._desk.wake.clear()
+
+    def _check_wait(self) -> None:
+        waited = time.monotonic() - self._ended_at
+        if waited > self._wait_limit:
+            about = self._courier.call(self._desk.describe, self._wait_limit)
+            raise WaitLimitError(
+                f"{self._roles.name(self._rank)} has waited {waited:.0f} s for the batch of step {self.version} "
+                f"(run.wait_limit_s): {about}."
+            )
+
+    def _train(self, batch: StepBatch) -> None:
+        begin = time.monotonic()
+        step = batch.formed.step
+        assert step == self.version, f"step {step} was formed for version {self.version}"
+        self._main.set(f"training step {step}")
+        stats = self._learner.learn(batch.formed, batch.groups, batch.indices, step)
+        trained = time.monotonic()
+        self.version = step + 1
+        last = self.version >= self._steps
+        published = last or self.version % self._publish_every == 0
+        if published:
+            self._publish(self.version)
+        synced = time.monotonic()
+        self._courier.submit(lambda: self._end_step(batch, step, published))
+        times = {
+            "wait": begin - self._ended_at,
+            "train": trained - begin,
+            "sync": synced - trained,
+            "wall": synced - self._ended_at,
+        }
+        self._ended_at = synced
+        self._report(batch, step, times, stats)
+        self._on_step(batch, step, last)
+        self.done = last
+
+    def _publish(self, version: int) -> None:
+        self._main.set(f"publishing version {version}")
+        self._main.version = version
+        self._publisher.publish(version, self._learner.export(version))
+
+    def _end_step(self, batch: StepBatch, step: int, published: bool) -> None:
+        """In the courier: settle the step."""
+        self._node.end_step(step, published)
+        self._desk.release(batch.formed)
+
+    def _report(self, batch: StepBatch, step: int, times: dict[str, float], stats: dict[str, float]) -> None:
+        ages = [step - t.versions[t.loss_mask > 0] for group in batch.groups for t in group]
+
+        def send() -> None:
+            counts = {
+                name: int(value)
+                for name, value in msgspec.structs.asdict(self._node.counts()).items()
+                if isinstance(value, int)
+            }
+            report = StepReport(
+                step,
+                counts,
+                times,
+                float(sum(age.sum() for age in ages)),
+                sum(len(age) for age in ages),
+                dict(self._node.counters),
+            )
+            self._courier.transport.send(self._roles.trainers[0], report)
+
+        self._courier.submit(send)
+        if self._record is not None:
+            line = {"step": step + 1, "version": self.version} | batch_metrics(batch.formed, times["wall"]) | stats
+            self._record(step, line)
