@@ -66,6 +66,13 @@ def test_without_a_cap_the_weight_is_the_ratio(batch: PackedBatch) -> None:
 
 
 @pytest.mark.parametrize("correction", [tis_token, tis_sequence])
+def test_an_absurd_weight_overflows_nothing_even_without_a_cap(correction: Any, batch: PackedBatch) -> None:
+    absurd = replace(batch, proximal_logprobs=batch.rollout_logprobs + 1000)
+    weights = correction(absurd, math.inf)[batch.loss_mask > 0]
+    torch.testing.assert_close(weights, torch.full((4,), math.exp(20), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("correction", [tis_token, tis_sequence])
 def test_weights_carry_no_gradient(correction: Any, batch: PackedBatch) -> None:
     assert batch.proximal_logprobs is not None
     batch.proximal_logprobs.requires_grad_()

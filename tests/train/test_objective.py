@@ -242,8 +242,10 @@ def test_equal_rewards_train_nothing() -> None:
     assert all((sample.advantages == 0).all() for sample in samples)
 
 
-def test_a_rank_without_groups_has_no_samples() -> None:
-    assert build_samples([], TrainConfig(), []) == []
+def test_a_rank_without_groups_has_no_samples_and_asks_for_no_advantages(tmp_path: Path) -> None:
+    file = tmp_path / "best_of.py"
+    file.write_text("def advantage(rewards, group_ids):\n    return rewards - rewards.max()\n")
+    assert build_samples([], TrainConfig(advantage=f"{file}:advantage"), []) == []
 
 
 @pytest.mark.parametrize(
