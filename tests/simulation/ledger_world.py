@@ -64,6 +64,8 @@ class Setup:
     """Generators that may die; at least one lives on."""
     noise: int = 0
     """Senseless reports: repeated, unknown tickets, sample numbers out of range."""
+    follow: bool = True
+    """A redirected generator makes the other ledger its home."""
     homes: tuple[int, ...] | None = None
     """Index of the home ledger of each generator; None spreads them."""
 
@@ -177,8 +179,9 @@ class World:
         return events
 
     def story(self) -> str:
-        """What has happened, one event per line."""
-        return "\n".join(f"{act.__name__} {' '.join(str(w) for w in what[1:])}" for act, what in self.trace)
+        """What has happened, one event per line, without the rounds."""
+        told = [(act, what) for act, what in self.trace if act not in ROUND_EVENTS]
+        return "\n".join(f"{act.__name__} {' '.join(str(w) for w in what[1:])}"[:160] for act, what in told)
 
     def _send(self, source: int, target: int, message: Message) -> None:
         if target < self.setup.ledgers or target in self.generators:
@@ -204,7 +207,8 @@ class World:
             generator.asked -= len(message.grants)
             generator.waiting.extend(message.grants)
         elif isinstance(message, Redirect):
-            self.generators[target].home = message.ledger
+            if self.setup.follow:
+                self.generators[target].home = message.ledger
             self._send(target, message.ledger, Ask(message.room))
 
     # Generators
@@ -340,10 +344,10 @@ class World:
         self._send(g.rank, self._ledger_of(grant), Finished(samples, GeneratorCounters(1, 1, 0.5, 1.0, 1.0, g.version)))
 
     def loses(self, g: Generator, dead: bool) -> None:
-        """The ledgers hear of it one by one. A silent generator goes on with what it has, and asks anew."""
+        """The ledgers hear of it one by one. A silent generator goes on with what it has; when all have heard, it asks
+        anew, since its asks are forgotten."""
         self._budget["death" if dead else "silence"] -= 1
         self._pending_loss |= {(i, g.rank) for i in range(self.setup.ledgers)}
-        g.asked = 0
         if dead:
             del self.generators[g.rank]
             for pair in [pair for pair in self._channels if g.rank in pair]:
@@ -352,6 +356,8 @@ class World:
     def hear_loss(self, ledger: int, rank: int) -> None:
         self._pending_loss.remove((ledger, rank))
         self.nodes[ledger].lost(rank)
+        if rank in self.generators and all(other != rank for _, other in self._pending_loss):
+            self.generators[rank].asked = 0
 
     def _ledger_of(self, grant: TicketGrant) -> int:
         return grant.ticket % self.setup.ledgers
