@@ -187,6 +187,11 @@ def test_an_absurd_ratio_is_bounded(tokens: Any) -> None:
     assert ratio[1].item() == pytest.approx(math.exp(20))
 
 
+def test_the_ratio_of_what_is_masked_out_is_one(tokens: Any) -> None:
+    logprobs, batch = tokens((2.0, 1.0))
+    assert log_ratio(logprobs + 1, batch).tolist() == pytest.approx([0, math.log(2) + 1])
+
+
 def test_old_is_the_proximal_policy_where_it_is_given(tokens: Any) -> None:
     logprobs, batch = tokens((2.0, 1.0))
     assert log_ratio(logprobs, batch)[1].item() == pytest.approx(math.log(2))
