@@ -13,7 +13,7 @@ from typing import Protocol
 from headrace.rollout.engine import Request
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """A request with the tokens it has so far."""
 

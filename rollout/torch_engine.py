@@ -83,6 +83,7 @@ class TorchEngine:
         self._known[request.id] = sequence
         self._waiting.append(sequence)
 
+    @torch.inference_mode()
     def abort(self, id: Hashable) -> None:
         sequence = self._known.pop(id, None)
         if sequence is None:

@@ -59,7 +59,9 @@ def request(id: Hashable, prompt: npt.NDArray[np.int32], **params: Any) -> Reque
 
 
 def hf_model(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None
+    return model
 
 
 @torch.inference_mode()
