@@ -18,7 +18,7 @@ def run_job(config: dict[str, Any], folder: Path, *options: str) -> list[dict[st
     config = config | {"run": config["run"] | {"dir": str(folder / "run")}}
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "headrace.launcher.cli", "run", str(path), *options]
+    command = [str(Path(sys.executable).with_name("headrace")), "run", str(path), *options]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=JOB_LIMIT_S)
     if ended.returncode:
         raise SystemExit(f"the job ended with status {ended.returncode}:\n{ended.stdout}\n{ended.stderr}")

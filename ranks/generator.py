@@ -218,9 +218,9 @@ class GeneratorLoop:
         while self._desk.grants:
             self._held.append(self._desk.grants.popleft())
             self._asked -= 1
-        ready = [grant for grant in self._held if grant.min_version <= self.engine.version]
-        if ready:
-            self._held = deque(grant for grant in self._held if grant.min_version > self.engine.version)
+        version = self.engine.version
+        ready = [grant for grant in self._held if grant.min_version <= version]
+        self._held = deque(grant for grant in self._held if grant.min_version > version)
         for grant in ready:
             self._start(grant)
         return bool(ready)

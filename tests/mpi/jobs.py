@@ -1,0 +1,75 @@
+"""Runs whole jobs by the command line, as a user does, and reads what they left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+JOB_LIMIT_S = 240
+
+
+def latency_config(**sections: dict[str, Any]) -> dict[str, Any]:
+    """A quick job of the latency engine; `sections` are laid over it."""
+    config: dict[str, Any] = {
+        "run": {"name": "job", "steps": 50, "wait_limit_s": 60},
+        "ranks": {"generators": 2, "trainers": 1},
+        "ledger": {"max_staleness": 1, "groups_per_step": 4},
+        "rollout": {
+            "engine": "latency",
+            "group_size": 2,
+            "max_tokens": 64,
+            "slots": 8,
+            "latency": {"token_ms": 2, "median_tokens": 6, "sigma": 1, "train_s": 0.01, "weight_delay_s": 0.05},
+        },
+        "checkpoint": {"every": 20},
+    }
+    return merged(config, sections)
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in over.items():
+        result[key] = merged(result[key], value) if isinstance(value, dict) and key in result else value
+    return result
+
+
+def start_job(config: dict[str, Any], folder: Path, *options: str, mpi: str = "mpich") -> subprocess.Popen[str]:
+    """Start `headrace run` in `folder`."""
+    (folder / "job.yaml").write_text(yaml.safe_dump(config))
+    command = [str(Path(sys.executable).with_name("headrace")), "run", "job.yaml", f"launch.mpi={mpi}", *options]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=subprocess.STDOUT, text=True, env={**os.environ})
+
+
+def run_job(
+    config: dict[str, Any], folder: Path, *options: str, mpi: str = "mpich", status: int = 0
+) -> tuple[list[dict[str, Any]], str]:
+    """Run a job to its end; returns its metrics and its output."""
+    job = start_job(config, folder, *options, mpi=mpi)
+    try:
+        output, _ = job.communicate(timeout=JOB_LIMIT_S)
+    finally:
+        job.kill()
+    assert job.returncode == status, f"status {job.returncode}\n{output}"
+    return metrics_of(folder), output
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "runs" / "job" / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def check_books(metrics: list[dict[str, Any]], bound: int) -> None:
+    """At every step: every ticket has one end or is at work, nothing was dropped, nothing is older than the bound."""
+    for line in metrics:
+        ends = sum(line[f"tickets/{name}"] for name in ("trained", "dropped", "failed", "outstanding", "returned"))
+        assert line["tickets/issued"] == ends, line
+        assert line["tickets/dropped"] == 0, line
+        assert 0 <= line["staleness/mean"] <= line["staleness/max"] <= bound, line
+    assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
