@@ -131,14 +131,13 @@ def redirection(
     another ledger that could grant more asks is over `margin` numbers behind, so that its tickets don't wait for last.
     """
     others = [(s.next_number, index) for index, s in enumerate(standings) if index != here and s.numbers]
-    if not others:
-        return here, 0
-    lowest, index = min(others)
     if next_number is None:
-        return index, None
-    lag = next_number - lowest
-    behind = lag > margin and not standings[index].wants
-    return index, lag // (2 * len(standings)) + 1 if behind else 0
+        return (min(others)[1], None) if others else (here, 0)
+    behind = [(n, i) for n, i in others if not standings[i].wants and next_number - n > margin]
+    if not behind:
+        return here, 0
+    lowest, index = min(behind)
+    return index, (next_number - lowest) // len(standings)
 
 
 def partition(tokens: Sequence[int], replicas: int) -> list[int]:

@@ -1,0 +1,134 @@
+"""The pure functions of forming, against brute force over single tickets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.ranks.forming import Standing, choose, credit_moves, deal, in_time, partition, redirection
+
+Deadlines = list[tuple[int, int]]
+"""(ledger, deadline) of each ticket."""
+
+
+def standing(step: int, finished: list[int], unfinished: list[int], **more: int) -> Standing:
+    numbers = {"chosen": 0, "credits": 0, "undealt": 0, "offer": 0, "wants": 0, "numbers": 1, "next_number": 0} | more
+    return Standing(step, dict(Counter(finished)), dict(Counter(unfinished)), **numbers)
+
+
+def standings_of(step: int, ledgers: int, finished: Deadlines, unfinished: Deadlines, numbers: int) -> list[Standing]:
+    return [
+        standing(step, [d for i, d in finished if i == k], [d for i, d in unfinished if i == k], numbers=numbers)
+        for k in range(ledgers)
+    ]
+
+
+def may_leave(others: list[int], step: int, size: int) -> bool:
+    """Whether tickets with these deadlines fit into the steps after `step`: by trying to put each into one."""
+    room: Counter[int] = Counter()
+    for deadline in sorted(others):
+        place = next((s for s in range(step + 1, deadline + 1) if room[s] < size), None)
+        if place is None:
+            return False
+        room[place] += 1
+    return True
+
+
+tickets = st.lists(st.tuples(st.integers(0, 2), st.integers(5, 8)), max_size=6)
+
+
+@given(st.lists(st.integers(5, 9), max_size=9), st.integers(1, 3))
+def test_in_time_means_that_a_plan_of_later_steps_exists(others: list[int], size: int) -> None:
+    assert in_time(Counter(others), 5, size) == may_leave(others, 5, size)
+
+
+@given(tickets, tickets, st.integers(1, 4), st.integers(0, 1))
+def test_a_batch_is_formed_exactly_when_some_batch_may_be(
+    finished: Deadlines, unfinished: Deadlines, size: int, numbers: int
+) -> None:
+    step = 5
+    choice = choose(standings_of(step, 3, finished, unfinished, numbers), size)
+    deadlines, running = [d for _, d in finished], [d for _, d in unfinished]
+    short = not unfinished and not numbers
+    count = min(size, len(finished)) if short else size
+    allowed = [
+        batch
+        for batch in combinations(range(len(deadlines)), count)
+        if may_leave([d for i, d in enumerate(deadlines) if i not in batch] + running, step, size)
+    ]
+    assert (choice is not None) == bool(allowed)
+    if choice is None:
+        return
+    taken = [(i, d) for i, counts in enumerate(choice) for d, n in counts.items() for _ in range(n)]
+    assert not Counter(taken) - Counter(finished)
+    assert sorted(d for _, d in taken) == sorted(deadlines)[:count]
+
+
+def test_equal_deadlines_are_taken_in_an_order_that_rotates_with_the_step() -> None:
+    for step in range(3):
+        choice = choose(standings_of(step, 3, [(i, 9) for i in range(3)], [], 1), 1)
+        assert choice == [{9: 1} if i == step % 3 else {} for i in range(3)]
+
+
+def test_an_unfinished_group_that_is_due_is_waited_for() -> None:
+    assert choose(standings_of(5, 1, [(0, 6)], [(0, 5)], 1), 1) is None
+    assert choose(standings_of(5, 1, [(0, 6)], [(0, 6)], 1), 1) == [{6: 1}]
+
+
+def test_fewer_than_a_batch_only_at_the_end_of_the_data() -> None:
+    assert choose(standings_of(5, 2, [(0, 6)], [], 1), 2) is None
+    assert choose(standings_of(5, 2, [(0, 6)], [(1, 7)], 0), 2) is None
+    assert choose(standings_of(5, 2, [(0, 6)], [], 0), 2) == [{6: 1}, {}]
+    assert choose(standings_of(5, 2, [], [], 0), 2) == [{}, {}]
+
+
+@given(st.integers(0, 30), st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(0, 20))
+def test_deal_gives_what_there_is_one_at_a_time(count: int, rooms: list[int], start: int) -> None:
+    given_out = deal(count, rooms, start)
+    assert sum(given_out) == min(count, sum(rooms))
+    assert all(0 <= share <= room for share, room in zip(given_out, rooms, strict=True))
+    unfilled = [share for share, room in zip(given_out, rooms, strict=True) if share < room]
+    assert not unfilled or max(given_out) <= min(unfilled) + 1
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), min_size=1, max_size=5), st.integers(0, 9))
+def test_credits_move_from_offers_to_wants_and_none_is_made(ledgers: list[tuple[bool, int]], turn: int) -> None:
+    standings = [standing(3, [], [], offer=n * offers, wants=n * (not offers)) for offers, n in ledgers]
+    gained = credit_moves(standings, turn)
+    assert sum(gained) == 0
+    assert sum(n for n in gained if n > 0) == min(sum(s.offer for s in standings), sum(s.wants for s in standings))
+    assert all(-s.offer <= n <= s.wants for n, s in zip(gained, standings, strict=True))
+
+
+def test_no_credit_moves_between_ledgers_at_different_steps() -> None:
+    assert credit_moves([standing(3, [], [], offer=1), standing(4, [], [], wants=1)], 0) == [0, 0]
+
+
+def test_asks_go_where_numbers_are_left_or_lag_behind() -> None:
+    here = standing(0, [], [], numbers=0, next_number=-1)
+    full, hungry = standing(0, [], [], next_number=41), standing(0, [], [], next_number=20, wants=1)
+    assert redirection([here, full, hungry], 0, None, 8) == (2, None)
+    assert redirection([here, here], 0, None, 8) == (0, 0)
+    assert redirection([here, full, hungry], 0, 48, 8) == (0, 0)
+    assert redirection([here, full, hungry], 0, 71, 8) == (1, 10)
+
+
+@given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 5))
+def test_partition_is_balanced_and_leaves_no_replica_out(tokens: list[int], replicas: int) -> None:
+    placed = partition(tokens, replicas)
+    loads = [sum(t for t, r in zip(tokens, placed, strict=True) if r == replica) for replica in range(replicas)]
+    assert len(set(placed)) == min(replicas, len(tokens))
+    assert max(loads) <= sum(tokens) / replicas + max(tokens, default=0)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=7))
+def test_partition_over_two_is_within_a_sixth_of_the_best(tokens: list[int]) -> None:
+    """Graham 1969: LPT on m machines is at most 4/3 - 1/(3m) of the optimum, 7/6 for two."""
+    placed = partition(tokens, 2)
+    longest = max(sum(t for t, r in zip(tokens, placed, strict=True) if r == k) for k in (0, 1))
+    subsets = [sum(c) for n in range(len(tokens) + 1) for c in combinations(tokens, n)]
+    best = min(max(part, sum(tokens) - part) for part in subsets)
+    assert longest <= best * 7 / 6

@@ -1,0 +1,287 @@
+"""Ledger nodes over the simulated network and the real wire format: forming, pacing, undoing, what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from headrace.comm.messages import (
+    Ask,
+    Failed,
+    Finished,
+    GeneratorCounters,
+    Grants,
+    Message,
+    Redirect,
+    SampleMeta,
+    Started,
+    TicketGrant,
+)
+from headrace.comm.simulated import SimulatedNetwork
+from headrace.comm.transport import Received
+from headrace.ranks.node import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, FormedStep, LedgerNode, LedgerSpec, TicketCounts
+from headrace.ranks.tickets import LedgerRuleError
+
+TICK_S = 0.002
+
+
+def counters(version: int = 0) -> GeneratorCounters:
+    return GeneratorCounters(10, 2, 1.0, 0.5, 1.0, version)
+
+
+class Job:
+    """Ledgers at ranks 0 … L-1, one generator rank after them, whose messages the test writes and reads."""
+
+    def __init__(self, spec: LedgerSpec, ledgers: int) -> None:
+        self.network = SimulatedNetwork(ledgers + 1)
+        self.generator = ledgers
+        self.transports = [self.network.transport(rank) for rank in range(ledgers + 1)]
+        ranks = list(range(ledgers))
+        self.nodes = [LedgerNode(spec, i, ranks, [ledgers], self.transports[i].send) for i in ranks]
+        self.grants: list[TicketGrant] = []
+        self.redirects: list[Redirect] = []
+
+    def say(self, message: Message, ledger: int = 0) -> None:
+        self.transports[self.generator].send(ledger, message)
+
+    def finish(self, ticket: int, length: int = 1, born: int = 0) -> None:
+        self.say(Finished([SampleMeta(ticket, 0, 0, born, 3, length, 1.0)], counters()), ticket % len(self.nodes))
+
+    def pass_time(self, seconds: float) -> None:
+        for _ in range(round(seconds / TICK_S)):
+            self.network.advance(TICK_S)
+            for node, transport in zip(self.nodes, self.transports, strict=False):
+                for received in transport.poll():
+                    node.receive(received, self.network.now)
+                node.tick(self.network.now)
+                node.check()
+            for received in self.transports[self.generator].poll():
+                match received.message:
+                    case Grants(grants):
+                        self.grants += grants
+                    case Redirect(ledger, room):
+                        self.redirects.append(received.message)
+                        self.say(Ask(room), ledger)
+
+    def formed(self) -> FormedStep:
+        """The batch, which must be the same everywhere."""
+        self.pass_time(0.3)
+        batches = [node.take_formed() for node in self.nodes]
+        assert batches[0] is not None
+        assert all(batch == batches[0] for batch in batches)
+        assert all(node.take_formed() is None for node in self.nodes)
+        return batches[0]
+
+    def run_step(self, room: int) -> FormedStep:
+        """Ask, finish what was granted, form."""
+        self.say(Ask(room))
+        self.pass_time(0.3)
+        for grant in self.grants:
+            self.finish(grant.ticket, 1 + grant.ticket, grant.min_version)
+        self.grants = []
+        return self.formed()
+
+
+def spec(groups: int, staleness: float = 0, steps: int = 9, tickets: int | None = None) -> LedgerSpec:
+    return LedgerSpec(groups, staleness, 1, 1, steps, tickets)
+
+
+@pytest.mark.parametrize("ledgers", [1, 2, 3, 5])
+def test_all_ledgers_form_the_same_steps_to_the_end(ledgers: int) -> None:
+    job = Job(spec(4, steps=3), ledgers)
+    trained: list[int] = []
+    for step in range(3):
+        formed = job.run_step(room=4)
+        assert (formed.step, formed.formation, formed.finished, len(formed.groups)) == (step, 0, False, 4)
+        assert {group.replica for group in formed.groups} == set(range(min(4, ledgers)))
+        assert all(group.ledger == group.ticket % ledgers for group in formed.groups)
+        trained += [group.ticket for group in formed.groups]
+        for node in job.nodes:
+            node.end_step(step, published=True)
+    end = job.formed()
+    assert (end.step, end.groups, end.finished) == (3, [], True)
+    assert len(set(trained)) == 12
+    total = job.nodes[0].counts()
+    for node in job.nodes[1:]:
+        total = total + node.counts()
+    assert (total.issued, total.trained, total.outstanding) == (12, 12, 0)
+    assert job.nodes[0].totals == total
+
+
+def test_the_first_step_forms_without_an_end_of_step_before() -> None:
+    assert Job(spec(1), 1).run_step(room=1).step == 0
+
+
+def test_groups_are_divided_by_tokens() -> None:
+    job = Job(spec(3), 2)
+    job.say(Ask(3))
+    job.pass_time(0.3)
+    tickets = sorted(grant.ticket for grant in job.grants)
+    for ticket, length in zip(tickets, (10, 90, 85), strict=True):
+        job.finish(ticket, length)
+    replica = {group.ticket: group.replica for group in job.formed().groups}
+    assert replica[tickets[0]] == replica[tickets[2]] != replica[tickets[1]]
+
+
+def test_asks_move_to_the_ledger_that_has_numbers_and_credits_to_the_ledger_that_has_asks() -> None:
+    job = Job(spec(1, steps=5, tickets=2), 2)
+    job.say(Ask(1), ledger=1)
+    job.pass_time(0.3)
+    assert [grant.ticket for grant in job.grants] == [1]
+    job.say(Ask(1), ledger=1)
+    job.finish(1)
+    job.formed()
+    for node in job.nodes:
+        node.end_step(0, published=True)
+    job.pass_time(0.3)
+    assert job.redirects == [Redirect(0, 1)]
+    assert job.grants[1:] == [TicketGrant(0, 0, 1)]
+
+
+def idle_rounds(job: Job, seconds: float, monkeypatch: pytest.MonkeyPatch) -> int:
+    count = 0
+    begin: Callable[[LedgerNode], None] = LedgerNode._begin_round
+
+    def counted(self: LedgerNode) -> None:
+        nonlocal count
+        count += 1
+        begin(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LedgerNode, "_begin_round", counted)
+        job.pass_time(seconds)
+    return count // len(job.nodes)
+
+
+@pytest.mark.parametrize("ledgers", [1, 2, 4])
+def test_idle_ledgers_back_off(ledgers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(spec(1), ledgers)
+    job.pass_time(1.0)
+    assert idle_rounds(job, 2.0, monkeypatch) <= 2.0 / LONGEST_PAUSE_S + 1
+
+
+def test_a_change_brings_the_next_round_soon_but_not_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(spec(50, 1), 2)
+    job.say(Ask(100))
+    job.pass_time(1.0)
+    rounds = 0
+    for grant in job.grants[:20]:
+        job.finish(grant.ticket)
+        rounds += idle_rounds(job, SHORTEST_PAUSE_S, monkeypatch)
+    assert 15 <= rounds <= 21
+
+
+def test_a_batch_is_shared_at_once() -> None:
+    """One ledger alone needs no network: chosen at one tick, formed at the next, without a pause between."""
+    node = LedgerNode(spec(1), 0, [0], [1], lambda target, message: None)
+    node.receive(Received(1, Ask(1)), 0.0)
+    node.receive(Received(1, Finished([SampleMeta(0, 0, 0, 0, 1, 1, 0.0)], counters())), 0.0)
+    node.tick(0.0)
+    assert node.take_formed() is None
+    node.tick(0.0)
+    assert node.take_formed() is not None
+
+
+def test_an_undone_step_is_formed_again_without_what_was_lost() -> None:
+    job = Job(spec(2, 1), 2)
+    first = job.run_step(room=4)
+    lost = first.groups[0].ticket
+    job.nodes[1].unform([lost])
+    job.pass_time(0.3)
+    second = job.nodes[0].take_formed()
+    assert second == job.nodes[1].take_formed()
+    assert second is not None
+    assert (second.step, second.formation) == (0, 1)
+    assert lost not in [group.ticket for group in second.groups]
+    assert sum(node.counts().returned for node in job.nodes) + len(job.grants) == 1
+    for node in job.nodes:
+        node.end_step(0, published=True)
+        assert node.counts().balanced
+
+
+def test_an_undone_step_is_waited_for_if_nothing_else_is_finished() -> None:
+    job = Job(spec(1), 2)
+    lost = job.run_step(room=1).groups[0].ticket
+    job.say(Ask(1), ledger=lost % 2)
+    job.nodes[0].unform([lost])
+    job.pass_time(0.3)
+    assert job.grants == [TicketGrant(lost, 1, 0)]
+    job.say(Finished([SampleMeta(lost, 0, 1, 0, 1, 1, 0.0)], counters()), ledger=lost % 2)
+    again = job.formed()
+    assert [(group.ticket, group.attempt) for group in again.groups] == [(lost, 1)]
+
+
+def test_undoing_what_another_replica_has_ended_is_a_defect() -> None:
+    job = Job(spec(1, 1), 2)
+    lost = job.run_step(room=2).groups[0].ticket
+    job.nodes[0].end_step(0, published=True)
+    job.nodes[1].unform([lost])
+    with pytest.raises(LedgerRuleError, match="another replica has ended"):
+        job.pass_time(0.3)
+
+
+def test_a_failure_is_kept_with_its_error() -> None:
+    job = Job(spec(1), 1)
+    job.say(Ask(2))
+    job.say(Started([(0, 0, 0)]))
+    job.say(Failed(0, 0, "reward_raised", "ValueError: no number"))
+    job.pass_time(0.05)
+    assert [grant.ticket for grant in job.grants] == [0, 1]
+    assert [failure.text for failure in job.nodes[0].take_failures()] == ["ValueError: no number"]
+    assert job.nodes[0].take_failures() == []
+    assert job.nodes[0].counts().failed_reasons == {"reward_raised": 1}
+
+
+def test_the_latest_counters_of_a_generator_are_kept() -> None:
+    job = Job(spec(1), 1)
+    job.say(Finished([], counters(1)))
+    job.say(Finished([], counters(2)))
+    job.pass_time(0.01)
+    assert job.nodes[0].counters == {job.generator: counters(2)}
+
+
+def test_describe_names_the_tickets_due_and_where_they_are() -> None:
+    job = Job(spec(2), 2)
+    job.say(Ask(2))
+    job.pass_time(0.3)
+    text = " ".join(node.describe() for node in job.nodes)
+    assert "ledger 1, step 0, forming" in text
+    for grant in job.grants:
+        assert f"{grant.ticket}" in text
+    assert f"at rank {job.generator}" in text
+    lonely = LedgerNode(spec(1), 0, [4, 7], [9], lambda target, message: None)
+    lonely.tick(0.0)
+    assert "round 0 waits for ledger 1 at rank 7" in lonely.describe()
+
+
+def test_only_generators_ask() -> None:
+    node = LedgerNode(spec(1), 0, [0], [1], lambda target, message: None)
+    with pytest.raises(LedgerRuleError, match="rank 3, no generator, sent Ask"):
+        node.receive(Received(3, Ask(1)), 0.0)
+
+
+def test_a_step_ends_once_and_only_when_formed() -> None:
+    job = Job(spec(1), 1)
+    with pytest.raises(LedgerRuleError, match="end of step 0"):
+        job.nodes[0].end_step(0, published=True)
+    job.run_step(room=1)
+    job.nodes[0].end_step(0, published=True)
+    with pytest.raises(LedgerRuleError, match="end of step 0"):
+        job.nodes[0].end_step(0, published=True)
+
+
+def test_the_state_is_that_of_the_last_end_of_step() -> None:
+    job = Job(spec(1, 1), 1)
+    start = job.nodes[0].state()
+    job.run_step(room=1)
+    assert job.nodes[0].state() is start
+    job.nodes[0].end_step(0, published=True)
+    assert job.nodes[0].state().step == 1
+    assert job.nodes[0].state().trained == 1
+
+
+def test_counts_of_several_ledgers_add_up() -> None:
+    one, two = TicketCounts(5, 1, 0, 1, 2, 1, 0, {"a": 1}), TicketCounts(3, 1, 0, 2, 0, 0, 4, {"a": 1, "b": 1})
+    assert one + two == TicketCounts(8, 2, 0, 3, 2, 1, 4, {"a": 2, "b": 1})
+    assert (one + two).balanced
