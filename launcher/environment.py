@@ -46,6 +46,7 @@ def rank_environment(environ: Mapping[str, str], threads: int, job: str) -> dict
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
         JOB_MARK: job,
     }
     return clean(environ) | fixed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Sequence
@@ -11,6 +12,10 @@ from pathlib import Path
 from headrace.launcher.runfolder import Attempt
 
 LAST_LINES = 15
+LOG_END_BYTES = 20_000
+
+CRASHED = "Fatal Python error: "
+"""What Python's fault handler writes into the log of a rank that a SIGSEGV, SIGBUS, SIGABRT or SIGFPE ends."""
 
 NAMED_RANK = (
     re.compile(r"noticed that process rank (\d+) with PID"),
@@ -44,7 +49,8 @@ def first_failure(attempt: Attempt, status: int, deaths: Sequence[int], output: 
     """What failed first: the rank that a signal ended without a word, or the earliest error that a rank wrote down.
 
     A rank that reports an error aborts the others, which then die without a word, perhaps before itself; so the silent
-    ones count first only if a signal, not an abort, gave the job its status.
+    ones count first only if a signal, not an abort, gave the job its status; and among them one that crashed before
+    those that were killed.
 
     Args:
         deaths: the ranks in the order in which they ended.
@@ -53,6 +59,7 @@ def first_failure(attempt: Attempt, status: int, deaths: Sequence[int], output: 
     errors = {int(file.stem.removeprefix("error_")): file for file in attempt.folder.glob("error_*.txt")}
     reported = sorted(errors, key=lambda rank: errors[rank].stat().st_mtime)
     silent = [rank for rank in deaths if rank not in errors]
+    silent.sort(key=lambda rank: not _has_crashed(attempt.rank_log(rank)))
     suspects = silent + reported if status > 128 else reported + silent
     rank = suspects[0] if suspects else _named_rank(output)
     if rank is None:
@@ -84,10 +91,18 @@ def _sudden_end(rank: int, status: int) -> str:
 
 
 def _last_lines(log: Path) -> list[str]:
-    """The end of a log that may be large."""
+    return _end_of(log).splitlines()[-LAST_LINES:]
+
+
+def _has_crashed(log: Path) -> bool:
+    return CRASHED in _end_of(log)
+
+
+def _end_of(log: Path) -> str:
+    """The last part of a log, which may be large; nothing if there is none."""
     if not log.is_file():
-        return []
+        return ""
     with open(log, "rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - 20_000))
-        return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - LOG_END_BYTES))
+        return file.read().decode(errors="replace")

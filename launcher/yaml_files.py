@@ -1,9 +1,9 @@
-"""YAML as people expect it: `1e-5` is a number, a key given twice is a mistake, an error is one paragraph."""
+"""YAML as people expect it: `1e-5` is a number, `no` is a word, a key given twice is a mistake, an error is one paragraph."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -11,13 +11,21 @@ from headrace.comm.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML reads `1e-5` as text, since YAML 1.1 wants `1.0e-5`, and lets a second key win silently."""
+    """PyYAML speaks YAML 1.1: `1e-5` is text there and `no` is false; and it lets a second key win silently."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
     list("-+.0123456789"),
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
 
 
