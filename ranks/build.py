@@ -152,9 +152,8 @@ def start_step_of(config: JobConfig, resume: bool) -> int:
     """Optimizer steps done by the newest whole checkpoint; 0 when the run begins or has none yet."""
     if not resume:
         return 0
-    store = CheckpointStore(config.run.folder / "checkpoints", config.checkpoint.keep)
-    newest = store.latest()
-    return 0 if newest is None else int(store.state(newest)["step"])
+    steps = CheckpointStore(config.run.folder / "checkpoints", config.checkpoint.keep).steps()
+    return steps[-1] if steps else 0
 
 
 def build_generator(rank: Rank, data: Data, links: Links) -> Parts:
@@ -220,6 +219,7 @@ def _make_learner(rank: Rank, data: Data, links: Links, warm: bool) -> Learner:
         links.trainers,
         config.run.seed,
         config.run.deterministic,
+        config.rollout.temperature or 1.0,
     )
     if warm and config.train.warm_start is not None:
         rank.main.set("warm start")

@@ -26,7 +26,7 @@ from headrace.ranks.shutdown import until
 from headrace.ranks.tickets import LedgerState
 from headrace.ranks.topology import RoleMap
 from headrace.ranks.trainer import LeaderDesk, TrainerDesk
-from headrace.train.checkpoint import CheckpointStore
+from headrace.train.checkpoint import CheckpointStore, read_state
 
 POLL_S = 0.005
 
@@ -62,23 +62,22 @@ class Checkpoints:
         """Write the checkpoint of `step` optimizer steps; every trainer calls it at the same step."""
         self._main.set(f"writing the checkpoint of step {step}")
         if self._leader is not None:
-            folder = self._begin(step, self._leader)
+            self._begin(step, self._leader)
         else:
             self._wait(lambda: step in self._desk.checkpoints, lambda: f"trainer 0 to begin the checkpoint of {step}")
             self._desk.checkpoints.remove(step)
-            folder = self._store.writing(step)
-        self._learner.save(folder)
+        with self._store.writing(step) as folder:
+            self._learner.save(folder)
         ledger = msgspec.msgpack.encode(self._courier.call(self._node.state, self._limit))
         self._send(self._roles.trainers[0], CheckpointPart(step, ledger))
         if self._leader is not None:
             self._commit(step, self._leader)
 
-    def _begin(self, step: int, leader: LeaderDesk) -> Path:
-        folder = self._store.begin(step)
+    def _begin(self, step: int, leader: LeaderDesk) -> None:
+        self._store.begin(step)
         self._courier.call(leader.parts.clear, self._limit)
         for trainer in self._roles.trainers[1:]:
             self._send(trainer, CheckpointBegin(step))
-        return folder
 
     def _commit(self, step: int, leader: LeaderDesk) -> None:
         def missing() -> str:
@@ -87,7 +86,7 @@ class Checkpoints:
 
         self._wait(lambda: len(leader.parts) == len(self._roles.trainers), missing)
         ledgers = [msgspec.msgpack.decode(leader.parts[rank]) for rank in self._roles.trainers]
-        self._store.commit(step, {"step": step, "ledgers": ledgers})
+        self._store.commit(step, {"ledgers": ledgers})
 
     def _send(self, target: int, message: CheckpointBegin | CheckpointPart) -> None:
         self._courier.submit(lambda: self._courier.transport.send(target, message))
@@ -112,6 +111,6 @@ class Restored:
         """The state after `step` optimizer steps."""
         if step == 0:
             return Restored(None, None)
-        folder = store.folder(step)
-        saved = msgspec.convert(store.state(folder)["ledgers"], list[LedgerState], strict=False)
+        folder = store.path(step)
+        saved = msgspec.convert(read_state(folder)["ledgers"], list[LedgerState], strict=False)
         return Restored(folder, LedgerState.merge(saved))

@@ -136,7 +136,7 @@ def make_encoder(config: JobConfig) -> PromptEncoder:
 
 def warm_examples(
     config: JobConfig, environment: Environment, encoder: PromptEncoder
-) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
+) -> list[tuple[list[int], list[int]]]:
     """(prompt, response) pairs of the supervised warm start, as tokens."""
     warm = config.train.warm_start
     assert warm is not None
@@ -145,7 +145,7 @@ def warm_examples(
         tasks = load_examples(warm.file)
     elif len(tasks) > warm.steps * warm.batch:
         tasks = [tasks[index] for index in range(warm.steps * warm.batch)]
-    return [(encoder.encode(task), encoder.encode_response(task.answer or "")) for task in tasks]
+    return [(encoder.encode(task).tolist(), encoder.encode_response(task.answer or "")) for task in tasks]
 
 
 def load_examples(file: Path) -> list[Task]:
