@@ -58,6 +58,7 @@ class Broadcaster:
     def __init__(self, group: DeviceGroup, device: Device, bucket_bytes: int, local_index: int = 0) -> None:
         self._group = group
         self._bucket_bytes = bucket_bytes
+        self._in_place = device.kind == "cpu"
         self._device = device.torch_device(local_index)
         self._bucket = torch.empty(0, dtype=torch.uint8, device=self._device)
 
@@ -65,7 +66,7 @@ class Broadcaster:
         """Send `data` to all members if it is `mine`, else fill it with what job rank `root` sends."""
         for start in range(0, data.size, self._bucket_bytes):
             piece = torch.from_numpy(data[start : start + self._bucket_bytes])
-            if self._device.type == "cpu":
+            if self._in_place:
                 self._group.broadcast(piece, root)
             else:
                 self._through_device(root, piece, mine)
