@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 Row = dict[str, Any]
 
@@ -17,7 +17,12 @@ class MetricsTail:
 
     file: Path
     offset: int = 0
-    """Bytes read so far; start at the size of a file whose old lines don't matter."""
+    """Bytes read so far."""
+
+    @classmethod
+    def at_end(cls, file: Path) -> Self:
+        """Follow from here on: lines that are there already don't count."""
+        return cls(file, file.stat().st_size if file.exists() else 0)
 
     def new_rows(self) -> Iterator[Row]:
         """The rows that were completed since the last call; a line without its end stays for the next."""

@@ -23,6 +23,7 @@ from typing import Any
 
 from headrace.comm.errors import ConfigError, HeadraceError
 from headrace.launcher.config import Config, dump, read_yaml
+from headrace.train.checkpoint import CheckpointStore
 
 MAY_CHANGE = (
     "run.name",
@@ -125,9 +126,9 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def checkpoints(run: Path) -> dict[int, Path]:
-    """The checkpoints of a run by step, oldest first. Only whole ones bear these names."""
-    found = {int(folder.name.removeprefix("step_")): folder for folder in (run / "checkpoints").glob("step_*[0-9]")}
-    return dict(sorted(found.items()))
+    """The whole checkpoints of a run by step, oldest first."""
+    store = CheckpointStore(run / "checkpoints", keep=1)
+    return {step: store.path(step) for step in store.steps()}
 
 
 def begin_attempt(config: Config) -> Attempt:

@@ -25,7 +25,7 @@ from headrace.launcher.runfolder import (
     set_aside_metrics,
     write_job,
 )
-from headrace.launcher.view import View, make_view
+from headrace.launcher.view import PlainView, make_view, ticking
 
 RANK_PROGRAM = ("-m", "headrace.ranks")
 
@@ -54,8 +54,8 @@ def run_job(config: Config, resume: bool, fresh: bool, program: Sequence[str] = 
         program: what the ranks' Python runs; it gets the job file and the options of `headrace.ranks`.
     """
     installation = choose_mpi(config.launch.mpi, clean(os.environ))
-    config, attempt, resume, view = _prepare(config, resume, fresh)
-    with view:
+    config, attempt, resume = _prepare(config, resume, fresh)
+    with make_view(attempt.run, config.run.steps) as view:
         ranks = config.ranks.trainers + config.ranks.generators
         python = config.launch.python or Path(sys.executable)
         options = ["--attempt", str(attempt.number), "--ranks", str(ranks), *(["--resume"] if resume else [])]
@@ -79,10 +79,11 @@ def debug_job(config: Config, resume: bool, fresh: bool) -> None:
     """Run one generator and one trainer by turns in this process, without MPI."""
     from headrace.ranks.debug import run_debug
 
-    config, attempt, resume, view = _prepare(config, resume, fresh)
-    with view:
+    config, attempt, resume = _prepare(config, resume, fresh)
+    view = PlainView(attempt.run, config.run.steps)
+    with view, ticking(view):
         view.line(f"run folder {attempt.run}, both roles in this process")
-    run_debug(config.job(), attempt.run, resume)
+        run_debug(config.job(), attempt.run, resume, view.line)
     _draw(attempt.run)
 
 
@@ -103,7 +104,7 @@ def check_inputs(config: Config) -> None:
         raise ConfigError(f"launch.python: {python} isn't a program that can be started.")
 
 
-def _prepare(config: Config, resume: bool, fresh: bool) -> tuple[Config, Attempt, bool, View]:
+def _prepare(config: Config, resume: bool, fresh: bool) -> tuple[Config, Attempt, bool]:
     """Everything before the first rank: inputs checked, run folder made, the initial model there.
 
     Returns the config with the model's folder in it, and whether there is a checkpoint to go on from.
@@ -120,15 +121,13 @@ def _prepare(config: Config, resume: bool, fresh: bool) -> tuple[Config, Attempt
     attempt = begin_attempt(config)
     from_checkpoint = resume and bool(checkpoints(attempt.run))
     if resume and not from_checkpoint:
+        print("no checkpoint was written yet: starting from the beginning")
         set_aside_metrics(attempt)
-    view = make_view(attempt.run, config.run.steps)
     for change in changes:
-        view.line(f"changed since the last attempt: {change}")
-    if resume and not from_checkpoint:
-        view.line("no checkpoint was written yet: starting from the beginning")
+        print(f"changed since the last attempt: {change}")
     config = _with_initial_model(config, attempt.run)
     write_job(attempt, config)
-    return config, attempt, from_checkpoint, view
+    return config, attempt, from_checkpoint
 
 
 def _with_initial_model(config: Config, run: Path) -> Config:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from rich.text import Text
 from headrace.launcher.metrics import MetricsTail, Row
 
 SHOWN_ROWS = 15
+TICK_S = 0.2
 RECENT = 10
 """Steps over which the time left is estimated."""
 
@@ -34,9 +36,25 @@ class View(AbstractContextManager["View"], Protocol):
 
 def make_view(run: Path, steps: int) -> View:
     """The view that suits stdout."""
-    tail = MetricsTail(run / "metrics.jsonl")
-    tail.offset = tail.file.stat().st_size if tail.file.exists() else 0
-    return LiveView(tail, steps) if sys.stdout.isatty() else PlainView(tail, steps)
+    return LiveView(run, steps) if sys.stdout.isatty() else PlainView(run, steps)
+
+
+@contextmanager
+def ticking(view: View) -> Iterator[None]:
+    """Tick from a thread, for a job that runs in this process."""
+    ended = threading.Event()
+
+    def tick() -> None:
+        while not ended.wait(TICK_S):
+            view.tick()
+
+    thread = threading.Thread(target=tick, name="view", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +120,8 @@ def duration(seconds: float) -> str:
 class PlainView:
     """One line per step."""
 
-    def __init__(self, tail: MetricsTail, steps: int) -> None:
-        self._tail = tail
+    def __init__(self, run: Path, steps: int) -> None:
+        self._tail = MetricsTail.at_end(run / "metrics.jsonl")
         self._steps = steps
         self._clock = Clock(steps)
 
@@ -129,8 +147,8 @@ class PlainView:
 class LiveView:
     """A table of the last steps that stays at the bottom of the terminal."""
 
-    def __init__(self, tail: MetricsTail, steps: int, console: Console | None = None) -> None:
-        self._tail = tail
+    def __init__(self, run: Path, steps: int, console: Console | None = None) -> None:
+        self._tail = MetricsTail.at_end(run / "metrics.jsonl")
         self._steps = steps
         self._clock = Clock(steps)
         self._rows: deque[list[str]] = deque(maxlen=SHOWN_ROWS)

@@ -1,9 +1,11 @@
-"""YAML as people expect it: `1e-5` is a number, `no` is a word, a key given twice is a mistake, an error is one paragraph."""
+"""YAML as people expect it: `1e-5` is a number, `no` is a word, a key given twice is a mistake.
+
+An error in it is told in one paragraph, with its place."""
 
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -13,12 +15,11 @@ from headrace.comm.errors import ConfigError
 class _Loader(yaml.SafeLoader):
     """PyYAML speaks YAML 1.1: `1e-5` is text there and `no` is false; and it lets a second key win silently."""
 
-    yaml_implicit_resolvers: ClassVar = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
 
-
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)[eE][-+]?[0-9]+$"),

@@ -65,7 +65,7 @@ def is_alive(pid: int) -> bool:
 Launch = Callable[..., Launched]
 
 
-@pytest.fixture()
+@pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
     started: list[Launched] = []
 

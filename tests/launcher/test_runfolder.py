@@ -1,0 +1,127 @@
+"""The run folder, its attempts, what a resumed run may change, and the export of a checkpoint."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headrace.comm.errors import ConfigError, DataError
+from headrace.launcher.config import Config, validate
+from headrace.launcher.export import export
+from headrace.launcher.models import make_tiny_model
+from headrace.launcher.runfolder import begin_attempt, check_new, check_resume, checkpoints, flatten, fresh_config
+from headrace.ranks.config import TinyModelConfig
+from headrace.train.checkpoint import CheckpointStore
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def config(**run: object) -> Config:
+    return validate({"run": {"name": "x", **run}, "rollout": {"engine": "latency"}}, "test")
+
+
+def test_attempts_are_counted_and_latest_is_the_last() -> None:
+    assert [begin_attempt(config()).number for _ in range(11)] == list(range(1, 12))
+    assert Path("runs/x/latest").readlink() == Path("attempt_11")
+    assert Path("runs/x/config.yaml").is_file()
+
+
+def test_fresh_takes_the_next_free_name() -> None:
+    assert fresh_config(config()).run.folder == Path("runs/x")
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x-2").mkdir()
+    assert fresh_config(config()).run.folder == Path("runs/x-3")
+    assert fresh_config(config(dir="runs/x")).run.folder == Path("runs/x-3")
+
+
+def test_an_empty_folder_may_be_used() -> None:
+    Path("runs/x").mkdir(parents=True)
+    check_new(config())
+    begin_attempt(config())
+    with pytest.raises(ConfigError, match="exists already"):
+        check_new(config())
+
+
+def test_a_resumed_run_may_change_what_keeps_its_meaning_and_says_so() -> None:
+    begin_attempt(config())
+    assert check_resume(config()) == []
+    assert check_resume(config(steps=99, wait_limit_s=7)) == ["run.steps 60 → 99", "run.wait_limit_s 600.0 → 7.0"]
+
+
+@pytest.mark.parametrize("change", [{"seed": 3}, {"deterministic": True}])
+def test_a_resumed_run_may_not_change_the_rest(change: dict[str, object]) -> None:
+    begin_attempt(config())
+    with pytest.raises(ConfigError, match="started with other values: run"):
+        check_resume(config(**change, steps=99))
+
+
+def test_leaves_by_dotted_path() -> None:
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [2]}) == {"a.b": 1, "a.c": {}, "d": [2]}
+
+
+def checkpoint(run: Path, step: int, tensors: list[dict[str, torch.Tensor]]) -> None:
+    """A checkpoint as the trainers write it, its weights spread over one file per trainer."""
+    store = CheckpointStore(run / "checkpoints", keep=5)
+    folder = store.begin(step)
+    for rank, part in enumerate(tensors):
+        whole = {f"master/{name}": tensor.float() for name, tensor in part.items()}
+        moments = {f"exp_avg/{name}": torch.zeros_like(tensor) for name, tensor in whole.items()}
+        save_file(whole | moments, folder / f"engine_{rank:05d}_of_{len(tensors):05d}.safetensors", {"updates": "1"})
+    store.commit(step, {"step": step})
+
+
+@pytest.fixture
+def trained() -> Path:
+    """A run of a tiny model with checkpoints of steps 20 and 40, whose weights are the initial ones times 2 and 3."""
+    tree = {"run": {"name": "x"}, "model": {"tiny": {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1}}}
+    loaded = validate(tree | {"data": {"environment": "reasoning_gym:gcd"}, "rollout": {"max_tokens": 8}}, "test")
+    run = begin_attempt(loaded).run
+    make_tiny_model(run / "initial_model", loaded.model.tiny or TinyModelConfig(), 0)
+    weights = load_file(run / "initial_model" / "model.safetensors")
+    names = sorted(weights)
+    for step, factor in ((20, 2.0), (40, 3.0)):
+        halves = [{name: factor * weights[name] for name in half} for half in (names[::2], names[1::2])]
+        checkpoint(run, step, halves)
+    return run
+
+
+def test_the_newest_checkpoint_becomes_a_hugging_face_folder(trained: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = export(trained, Path("out"))
+    initial = load_file(trained / "initial_model" / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.bfloat16
+    state = model.state_dict()
+    for name, tensor in initial.items():
+        torch.testing.assert_close(state[name], (3 * tensor.float()).bfloat16(), rtol=0, atol=0)
+    assert AutoTokenizer.from_pretrained(out)("12+3").input_ids
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_checkpoint_can_be_chosen_and_has_a_place_of_its_own(trained: Path) -> None:
+    assert list(checkpoints(trained)) == [20, 40]
+    out = export(trained, step=20)
+    assert out == trained / "export" / "step_000020"
+    initial = load_file(trained / "initial_model" / "model.safetensors")
+    exported = load_file(out / "model.safetensors")
+    assert set(exported) == set(initial)
+    name = next(iter(initial))
+    torch.testing.assert_close(exported[name], (2 * initial[name].float()).bfloat16(), rtol=0, atol=0)
+
+
+def test_what_cannot_be_exported_is_told(trained: Path) -> None:
+    with pytest.raises(ConfigError, match="no checkpoint of step 30; there are: 20, 40"):
+        export(trained, step=30)
+    Path("taken").mkdir()
+    with pytest.raises(ConfigError, match="taken exists already"):
+        export(trained, Path("taken"))
+    with pytest.raises(ConfigError, match="isn't a run folder"):
+        export(Path("nowhere"))
+    with pytest.raises(DataError, match="has no checkpoint yet"):
+        export(begin_attempt(config(name="new")).run)

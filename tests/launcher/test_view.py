@@ -1,0 +1,124 @@
+"""What a run looks like while it goes on, and its picture at the end."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from headrace.launcher.metrics import MetricsTail, read_rows
+from headrace.launcher.plots import learning_curve, moving_average
+from headrace.launcher.view import Clock, LiveView, PlainView, duration, make_view
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    figures = {
+        "step": step,
+        "version": step,
+        "reward/mean": step / 100,
+        "reward/generated_mean": None,
+        "staleness/mean": 0.5,
+        "staleness/max": 2,
+        "tokens/generated_per_s": 1234.5,
+        "idle/generator": 0.25,
+        "idle/trainer": 0.5,
+        "time/step": 1.5,
+    }
+    return figures | more
+
+
+def append(file: Path, *rows: dict[str, Any]) -> None:
+    with open(file, "a") as stream:
+        stream.writelines(json.dumps(one) + "\n" for one in rows)
+
+
+def test_a_line_counts_once_it_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(file)
+    assert list(tail.new_rows()) == []
+    file.write_text('{"step": 1}\n{"st')
+    assert list(tail.new_rows()) == [{"step": 1}]
+    with open(file, "a") as stream:
+        stream.write('ep": 2}\n')
+    assert list(tail.new_rows()) == [{"step": 2}]
+    assert list(tail.new_rows()) == []
+    assert read_rows(file) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_file_that_was_cut_back_is_read_again(tmp_path: Path) -> None:
+    append(tmp_path / "m", row(1), row(2))
+    tail = MetricsTail(tmp_path / "m")
+    assert len(list(tail.new_rows())) == 2
+    (tmp_path / "m").write_text('{"step": 1}\n')
+    assert list(tail.new_rows()) == [{"step": 1}]
+
+
+def test_plain_lines_name_every_figure_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    append(tmp_path / "metrics.jsonl", row(1))
+    with PlainView(tmp_path, 60) as view:
+        append(tmp_path / "metrics.jsonl", row(2))
+        view.tick()
+        view.line("an [event]")
+    assert capsys.readouterr().out.splitlines() == [
+        "step 2/60, version 2, reward 0.020, staleness mean/max 0.5 / 2, tokens/s 1,234, idle gen/train 25% / 50%, "
+        "step s 1.50",
+        "an [event]",
+    ]
+
+
+def test_the_table_shows_the_last_steps_and_events_stand_above(tmp_path: Path) -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=140)
+    with LiveView(tmp_path, 60, console) as view:
+        append(tmp_path / "metrics.jsonl", *(row(step) for step in range(1, 21)))
+        view.tick()
+        view.line("an [event]")
+    text = output.getvalue()
+    assert "an [event]" in text
+    assert "20/60" in text
+    assert "6/60" in text
+    assert " 5/60" not in text
+
+
+def test_no_terminal_means_plain_lines(tmp_path: Path) -> None:
+    assert isinstance(make_view(tmp_path, 60), PlainView)
+
+
+def test_the_time_left_follows_the_recent_pace() -> None:
+    clock = Clock(100)
+    assert clock.left(row(1), 0.0) is None
+    assert clock.left(row(2), 3.0) == "4:54"
+    for step in range(3, 30):
+        left = clock.left(row(step), float(step))
+    assert left == "1:11"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (61.4, "1:01"), (3723, "1:02:03")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@given(st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), min_size=1, max_size=40), st.integers(1, 12))
+def test_the_moving_average_is_the_mean_of_what_is_there(values: list[float], window: int) -> None:
+    averages = moving_average(np.array(values), window)
+    for place, average in enumerate(averages):
+        part = np.array(values[max(0, place - window + 1) : place + 1])
+        part = part[np.isfinite(part)]
+        if part.size:
+            assert average == pytest.approx(part.mean(), abs=1e-6)
+        else:
+            assert np.isnan(average)
+
+
+def test_the_picture_needs_two_steps_and_bears_missing_figures(tmp_path: Path) -> None:
+    append(tmp_path / "metrics.jsonl", row(1))
+    assert learning_curve(tmp_path) is None
+    append(tmp_path / "metrics.jsonl", {"step": 2, "reward/mean": 0.5}, row(3))
+    picture = learning_curve(tmp_path)
+    assert picture is not None
+    assert picture.read_bytes().startswith(b"\x89PNG")
