@@ -23,7 +23,7 @@ class Learner(Protocol):
 
     def learn(
         self, formed: FormedStep, groups: list[list[Trajectory]], indices: list[int], step: int
-    ) -> dict[str, float]:
+    ) -> dict[str, float | None]:
         """Train on one batch, of which this rank has `groups`, their places in the whole batch being `indices`.
         Returns metrics, the same on every rank."""
         ...
@@ -56,7 +56,7 @@ class PolicyLearner:
 
     def learn(
         self, formed: FormedStep, groups: list[list[Trajectory]], indices: list[int], step: int
-    ) -> dict[str, float]:
+    ) -> dict[str, float | None]:
         from headrace.train.batch import Denominators
         from headrace.train.objective import build_samples
 
@@ -90,10 +90,12 @@ class PolicyLearner:
         self._engine.save_model(folder)
 
 
-def _finish(stats: dict[str, float]) -> dict[str, float]:
-    """Turn numerator and count of the mismatch into one mean; the name of the loss into `train/loss`."""
-    total, tokens = stats.pop("policy/kl_mismatch_sum"), stats.pop("policy/kl_mismatch_tokens")
-    stats["policy/kl_mismatch"] = total / tokens if tokens else 0.0
+def _finish(sums: dict[str, float]) -> dict[str, float | None]:
+    """One mean out of the mismatch's numerator and count (None when no token has gap 0); `train/loss` for `loss`."""
+    stats: dict[str, float | None] = dict(sums)
+    total, tokens = sums["policy/kl_mismatch_sum"], sums["policy/kl_mismatch_tokens"]
+    del stats["policy/kl_mismatch_sum"], stats["policy/kl_mismatch_tokens"]
+    stats["policy/kl_mismatch"] = total / tokens if tokens else None
     stats["train/loss"] = stats.pop("loss")
     return stats
 
@@ -108,7 +110,7 @@ class LatencyLearner:
 
     def learn(
         self, formed: FormedStep, groups: list[list[Trajectory]], indices: list[int], step: int
-    ) -> dict[str, float]:
+    ) -> dict[str, float | None]:
         time.sleep(self._train_s)
         return {}
 

@@ -245,7 +245,4 @@ def _write_evaluation(rank: Rank, leader: LeaderDesk, label: str) -> None:
     line = {"label": label, "version": version, "accuracy": accuracy, "tasks": total, "time": time.time()}
     with (rank.folder / "evaluations.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
-    print(
-        f"evaluation {label} training (version {version}): accuracy {accuracy:.3f} on {total} held-out tasks",
-        flush=True,
-    )
+    rank.say(f"evaluation {label} training (version {version}): accuracy {accuracy:.3f} on {total} held-out tasks")

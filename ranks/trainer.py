@@ -265,7 +265,7 @@ class TrainerLoop:
         self._node.end_step(step, published)
         self._desk.release(batch.formed)
 
-    def _report(self, batch: StepBatch, step: int, times: dict[str, float], stats: dict[str, float]) -> None:
+    def _report(self, batch: StepBatch, step: int, times: dict[str, float], stats: dict[str, float | None]) -> None:
         ages = [step - t.versions[t.loss_mask > 0] for group in batch.groups for t in group]
 
         def send() -> None:
