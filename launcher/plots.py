@@ -31,7 +31,9 @@ def learning_curve(run: Path) -> Path | None:
     figure = Figure(figsize=(9, 6.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     reward, staleness, idle = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
-    _draw_reward(reward, rows, run.name)
+    _draw_reward(reward, rows)
+    reward.set_title(run.name, loc="left", fontweight="bold")
+    reward.set_title(_accuracies(run), loc="right", fontsize="medium")
     _draw_staleness(staleness, rows)
     _draw_idle(idle, rows)
     for axes in (reward, staleness, idle):
@@ -43,7 +45,7 @@ def learning_curve(run: Path) -> Path | None:
     return picture
 
 
-def _draw_reward(axes: Any, rows: Sequence[Row], name: str) -> None:
+def _draw_reward(axes: Any, rows: Sequence[Row]) -> None:
     steps = column(rows, "step")
     for key, label, color in (
         ("reward/generated_mean", "generated since the last step", ORANGE),
@@ -53,7 +55,6 @@ def _draw_reward(axes: Any, rows: Sequence[Row], name: str) -> None:
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
         axes.plot(steps, moving_average(values, WINDOW), color=color, linewidth=2, label=label)
     axes.set_ylabel(f"mean reward\n(average of {WINDOW} steps)")
-    axes.set_title(name, loc="left", fontweight="bold")
     axes.legend(frameon=False, loc="upper left")
 
 
@@ -63,7 +64,7 @@ def _draw_staleness(axes: Any, rows: Sequence[Row]) -> None:
     axes.step(steps, most, color=GREY, linewidth=1, where="mid", label="max")
     axes.plot(steps, mean, color=GREEN, linewidth=1.6, label="mean")
     axes.set_ylabel("staleness\n(versions)")
-    axes.set_ylim(bottom=0, top=max(1.0, float(np.nanmax(np.append(most, 0)))) * 1.25)
+    axes.set_ylim(bottom=0, top=max(1.0, float(np.nanmax(np.append(most, 0)))) * 1.6)
     axes.legend(frameon=False, loc="upper right", ncols=2)
 
 
@@ -74,6 +75,14 @@ def _draw_idle(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_ylabel("idle (%)")
     axes.set_ylim(0, 100)
     axes.legend(frameon=False, loc="upper right", ncols=2)
+
+
+def _accuracies(run: Path) -> str:
+    """The accuracy on held-out tasks before and after, where it was measured."""
+    found = {row["label"]: row["accuracy"] for row in read_rows(run / "evaluations.jsonl")}
+    if not {"before", "after"} <= set(found):
+        return ""
+    return f"greedy accuracy on held-out tasks: {found['before']:.1%} → {found['after']:.1%}"
 
 
 def _tidy(axes: Any) -> None:

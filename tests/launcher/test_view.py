@@ -119,6 +119,7 @@ def test_the_picture_needs_two_steps_and_bears_missing_figures(tmp_path: Path) -
     append(tmp_path / "metrics.jsonl", row(1))
     assert learning_curve(tmp_path) is None
     append(tmp_path / "metrics.jsonl", {"step": 2, "reward/mean": 0.5}, row(3))
+    append(tmp_path / "evaluations.jsonl", {"label": "before", "accuracy": 0.1}, {"label": "after", "accuracy": 0.5})
     picture = learning_curve(tmp_path)
     assert picture is not None
     assert picture.read_bytes().startswith(b"\x89PNG")
