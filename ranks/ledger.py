@@ -397,7 +397,7 @@ class Ledger:
         return LedgerState(
             step=self.step,
             ledgers=self.ledgers,
-            next_numbers={self.index: self._fresh},
+            next_numbers=[(self.index, self._fresh)],
             finished=[SavedGroup(t.number, t.attempt, t.generator, t.reserved, t.samples) for t in done],
             returned=sorted([*self._returned, *running]),
             issued=self._issued,

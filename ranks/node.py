@@ -46,8 +46,6 @@ from headrace.ranks.ledger import Ledger
 from headrace.ranks.rounds import Rounds
 from headrace.ranks.tickets import FormedGroup, FormedStep, LedgerSpec, LedgerState, TicketCounts, require
 
-__all__ = ["FormedGroup", "FormedStep", "LedgerNode", "LedgerSpec", "LedgerState", "TicketCounts"]
-
 SHORTEST_PAUSE_S = 0.010
 """Between the beginnings of two rounds, while something changes."""
 LONGEST_PAUSE_S = 0.100

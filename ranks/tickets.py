@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from math import ceil, floor
@@ -9,6 +10,7 @@ from math import ceil, floor
 import msgspec
 
 from headrace.comm.messages import SampleMeta
+from headrace.ranks.forming import in_time
 
 
 class LedgerRuleError(AssertionError):
@@ -145,8 +147,8 @@ class LedgerState(msgspec.Struct, frozen=True):
     """Steps ended; the next to be formed."""
     ledgers: int
     """How many ledgers the run had."""
-    next_numbers: dict[int, int]
-    """Ledger index → its lowest number that was never granted and isn't in `returned`."""
+    next_numbers: list[tuple[int, int]]
+    """(ledger index, its lowest number that was never granted and isn't in `returned`)."""
     finished: list[SavedGroup]
     returned: list[tuple[int, int]]
     """(number, attempt of its next grant): what was running or returned; attempt 0 was never granted."""
@@ -167,8 +169,9 @@ class LedgerState(msgspec.Struct, frozen=True):
         require(
             all(s.step == first.step for s in states), f"states of steps {sorted(s.step for s in states)} don't mix"
         )
-        numbers = {index: number for s in states for index, number in s.next_numbers.items()}
-        require(sorted(numbers) == list(range(first.ledgers)), f"saved ledgers {sorted(numbers)} of {first.ledgers}")
+        numbers = sorted(pair for s in states for pair in s.next_numbers)
+        indices = [index for index, _ in numbers]
+        require(indices == list(range(first.ledgers)), f"saved ledgers {indices} of {first.ledgers}")
         whole = LedgerState(
             step=first.step,
             ledgers=first.ledgers,
@@ -190,11 +193,13 @@ class LedgerState(msgspec.Struct, frozen=True):
         """Leave as finished what can still be trained in time under `spec`: by order of deadline, as long as for every
         d at most (d - step + 1)·B are due by d, and within the credits. The rest goes back as numbers."""
         kept: list[SavedGroup] = []
+        due: Counter[int] = Counter()
         for group in sorted(self.finished, key=lambda group: (group.reserved, group.ticket)):
-            trial = [*kept, group]
-            fits = len(trial) <= spec.credits_at(self.step) and all(s.born <= self.step for s in group.samples)
-            if fits and _in_time([g.reserved + spec.oldest for g in trial], self.step, spec.groups_per_step):
-                kept = trial
+            trial = due + Counter([group.reserved + spec.oldest])
+            fits = len(kept) < spec.credits_at(self.step) and all(s.born <= self.step for s in group.samples)
+            if fits and in_time(trial, self.step - 1, spec.groups_per_step):
+                due = trial
+                kept.append(group)
         return self._with_finished(kept)
 
     def _with_finished(self, kept: Collection[SavedGroup]) -> LedgerState:
@@ -204,17 +209,14 @@ class LedgerState(msgspec.Struct, frozen=True):
 
     def unissued(self) -> list[int]:
         """Numbers that were never granted though higher ones were, by another ledger; a whole state only."""
-        low, high = min(self.next_numbers.values()), self.next_fresh
-        return [number for number in range(low, high) if number >= self.next_numbers[number % self.ledgers]]
+        lowest = dict(self.next_numbers)
+        numbers = range(min(lowest.values()), self.next_fresh)
+        return [number for number in numbers if number >= lowest[number % self.ledgers]]
 
     @property
     def next_fresh(self) -> int:
         """From here on no number was ever granted."""
-        return max(self.next_numbers.values())
-
-
-def _in_time(deadlines: Collection[int], step: int, size: int) -> bool:
-    return all(sum(d <= limit for d in deadlines) <= (limit - step + 1) * size for limit in set(deadlines))
+        return max(number for _, number in self.next_numbers)
 
 
 def add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -20,8 +20,8 @@ from headrace.comm.messages import (
 )
 from headrace.comm.simulated import SimulatedNetwork
 from headrace.comm.transport import Received
-from headrace.ranks.node import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, FormedStep, LedgerNode, LedgerSpec, TicketCounts
-from headrace.ranks.tickets import LedgerRuleError
+from headrace.ranks.node import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, LedgerNode
+from headrace.ranks.tickets import FormedStep, LedgerRuleError, LedgerSpec, TicketCounts
 
 TICK_S = 0.002
 

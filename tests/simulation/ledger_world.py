@@ -33,7 +33,8 @@ from headrace.comm.messages import (
     TicketGrant,
 )
 from headrace.comm.transport import Received
-from headrace.ranks.node import FormedStep, LedgerNode, LedgerSpec, LedgerState
+from headrace.ranks.node import LedgerNode
+from headrace.ranks.tickets import FormedStep, LedgerSpec, LedgerState
 
 QUIET_EVENTS = 400
 """So many rounds' events in a row, with nothing else possible, are a deadlock."""
@@ -127,6 +128,8 @@ class World:
         self.trace: list[tuple[Callable[..., None], Any]] = []
         self.over: set[int] = set()
         self.ages: list[int] = []
+        self.formations: list[int] = []
+        """How often each trained step had been undone before."""
         self._quiet = 0
         self._now = 0.0
         self._channels: dict[tuple[int, int], deque[Message]] = {}
@@ -144,6 +147,7 @@ class World:
         self._done: tuple[int, int] | None = None
         self._ended: set[int] = set()
         self._pending_loss: set[tuple[int, int]] = set()
+        self._losses = 0
         self._born: dict[tuple[int, int, int], int] = {}
         self._save_all()
 
@@ -282,28 +286,15 @@ class World:
                         ),
                     )
                 )
-        if self._budget["silence"] and (g.running or g.waiting):
-            events.append(
-                (
-                    World.loses,
-                    (
-                        self,
-                        g,
-                        False,
-                    ),
-                )
-            )
-        if self._budget["death"] and len(self.generators) > 1 and (g.running or g.waiting):
-            events.append(
-                (
-                    World.loses,
-                    (
-                        self,
-                        g,
-                        True,
-                    ),
-                )
-            )
+        if self._losses <= 2 * self.step and (g.running or g.waiting or self._holds(g)):
+            if self._budget["silence"]:
+                events.append((World.loses, (self, g, False)))
+            if self._budget["death"] and len(self.generators) > 1:
+                events.append((World.loses, (self, g, True)))
+
+    def _holds(self, g: Generator) -> bool:
+        """Whether the generator has groups of the batch that somebody trains or is about to."""
+        return any(group.owner == g.rank for taken in self._taken.values() for group in taken.formed.groups)
 
     def asks(self, g: Generator, room: int) -> None:
         g.asked += room
@@ -347,6 +338,7 @@ class World:
         """The ledgers hear of it one by one. A silent generator goes on with what it has; when all have heard, it asks
         anew, since its asks are forgotten."""
         self._budget["death" if dead else "silence"] -= 1
+        self._losses += 1
         self._pending_loss |= {(i, g.rank) for i in range(self.setup.ledgers)}
         if dead:
             del self.generators[g.rank]
@@ -446,6 +438,7 @@ class World:
         replicas = {group.replica for group in formed.groups}
         _expect(len(replicas) == min(self.setup.ledgers, len(formed.groups)), "a replica goes without")
         self.trained.append([group.ticket for group in formed.groups])
+        self.formations.append(formed.formation)
         self.step += 1
         if self._published(self.step):
             self.version = self.step

@@ -73,6 +73,20 @@ def test_killed_anywhere_a_run_goes_on_in_another_world(block: int) -> None:
         play(scenario, seed)
 
 
+@pytest.mark.parametrize("ledgers", [1, 2, 3])
+def test_losses_in_the_middle_of_forming_and_training_undo_the_step(ledgers: int) -> None:
+    """Generators die with groups of the batch that weren't pulled yet, or fall silent while a round is under way."""
+    undone = late = 0
+    for seed in range(25):
+        spec = LedgerSpec(3, STALENESS[seed % 6], 1 + seed % 3, 1 + seed % 2, 8, None if seed % 5 else 17)
+        setup = Setup(spec, ledgers, generators=6, room=3, silences=8, deaths=5)
+        world = play(lambda choices, worlds, setup=setup: _to_the_end(setup, choices, worlds), seed)[0]
+        undone += sum(world.formations)
+        late += sum(node.counts().superseded for node in world.nodes)
+    assert undone > 0
+    assert late > 0
+
+
 def test_more_ledgers_than_groups_or_generators() -> None:
     setup = Setup(LedgerSpec(2, 1, 1, 1, 4, None), ledgers=6, generators=1, room=3)
     for seed in range(5):
