@@ -1,4 +1,4 @@
-"""`run.deterministic`: a sample's bits depend on the weights, its prompt, its parameters and its key; on nothing else."""
+"""`run.deterministic`: a sample's bits depend on the weights, its prompt, parameters and key, and on nothing else."""
 
 from __future__ import annotations
 

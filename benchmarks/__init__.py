@@ -1,0 +1,26 @@
+"""Measurements, each run by `python -m benchmarks.NAME [--json] [--quick]` from the top of the repository.
+
+With --json every result is one line: {"name", "case", "ours", "theirs", "unit", "ratio"}.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+
+
+def report(name: str, case: str, ours: float, theirs: float, unit: str, as_json: bool) -> None:
+    """Print one result; `ratio` is ours / theirs."""
+    ratio = ours / theirs
+    if as_json:
+        row = {"name": name, "case": case, "ours": round(ours, 2), "theirs": round(theirs, 2), "unit": unit}
+        print(json.dumps(row | {"ratio": round(ratio, 3)}), flush=True)
+    else:
+        print(f"{name} {case}: ours {ours:.1f} {unit}, theirs {theirs:.1f} {unit}, ratio {ratio:.2f}", flush=True)
+
+
+def interleaved_medians(runs: Sequence[Callable[[], float]], repeats: int) -> list[float]:
+    """The median of each measurement, taken in turns, so that other load on the machine meets all of them alike."""
+    values = [[run() for run in runs] for _ in range(repeats)]
+    return [statistics.median(column) for column in zip(*values, strict=True)]
