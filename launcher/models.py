@@ -138,7 +138,11 @@ def _character_tokenizer(tiny: TinyModelConfig) -> Any:
 
 
 def _random_llama(tiny: TinyModelConfig, tokenizer: Any, seed: int) -> Any:
-    """A Llama of that shape; the seed is set for this model only."""
+    """A Llama of that shape; the seed is set for this model only.
+
+    The standard deviation of the weights goes with the width: the usual 0.02 is made for widths of about a thousand,
+    and a small model starts to learn much later with it.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -150,6 +154,7 @@ def _random_llama(tiny: TinyModelConfig, tokenizer: Any, seed: int) -> Any:
         num_attention_heads=tiny.heads,
         num_key_value_heads=tiny.kv_heads,
         max_position_embeddings=tiny.context,
+        initializer_range=0.7 * tiny.hidden**-0.5,
         tie_word_embeddings=tiny.tied,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
