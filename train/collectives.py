@@ -37,12 +37,13 @@ class Peers:
 
     def sum_named(self, values: dict[str, float]) -> dict[str, float]:
         """Sum name by name; a rank may lack names (it had no samples, so it can't know them)."""
-        text = torch.frombuffer(bytearray(msgspec.json.encode(values)), dtype=torch.uint8)
-        padded = text.new_full((self.largest(len(text)),), ord(" "))
-        padded[: len(text)] = text
+        encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(values)), dtype=torch.uint8)
+        lengths = [int(row) for row in self._gather(torch.tensor([len(encoded)]))]
+        padded = encoded.new_zeros(max(lengths))
+        padded[: len(encoded)] = encoded
         totals: dict[str, float] = {}
-        for row in self._gather(padded):
-            for name, value in msgspec.json.decode(row.numpy().tobytes(), type=dict[str, float]).items():
+        for row, length in zip(self._gather(padded), lengths, strict=True):
+            for name, value in msgspec.msgpack.decode(row[:length].numpy().tobytes(), type=dict[str, float]).items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals
 

@@ -43,8 +43,17 @@ def load_model(folder: Path, activation_checkpointing: bool) -> Any:
             "folder with config.json and *.safetensors."
         ) from error
     if activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _checkpoint_activations(model)
     return model.train()
+
+
+def _checkpoint_activations(model: Any) -> None:
+    """Under the name that this version of transformers has for it; the older one warns in newer versions."""
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(options)
+    else:
+        model.gradient_checkpointing_enable(options)
 
 
 class PolicyModel(nn.Module):

@@ -104,10 +104,10 @@ class TorchTrainEngine:
             batch = self._pack([samples[index] for index in plan[number]], policy_version)
             logprobs, entropy = self._logprobs(batch, batch.loss_mask != 0)
             output = loss(logprobs, entropy, batch, denominators)
-            torch.autograd.backward(output.loss)
+            torch.autograd.backward(output.loss * self.peers.size)  # FSDP2 averages over the ranks: make it a sum
             for name, value in {"loss": output.loss, **output.stats}.items():
                 totals[name].append(value.detach())
-        sums = {name: math.fsum(float(value) for value in values) for name, values in totals.items()}
+        sums = {name: sum(float(value) for value in values) for name, values in totals.items()}
         return {"loss": 0.0, **self.peers.sum_named(sums)}
 
     def _pack(self, samples: Sequence[TrainSample], policy_version: int) -> PackedBatch:
