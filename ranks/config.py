@@ -30,8 +30,9 @@ class RunConfig(Section):
 
     deterministic: bool = False
     """Same bits from the same seed and the same world: random numbers keyed by (seed, ticket, sample, position), fixed
-    decode slots, fixed shapes. With `ledger.max_staleness: 0` the weights after every step are promised bit for bit;
-    above 0 the timing of the ranks decides which version samples a token, so only the random numbers are fixed."""
+    decode slots, fixed shapes. With `ledger.max_staleness: 0` and `weights.publish_every: 1` the weights after every
+    step are promised bit for bit; otherwise the timing of the ranks decides which version samples a token, so only the
+    random numbers are fixed."""
 
     keep_samples: int = Field(8, ge=0)
     """Prompts with answers that are kept of every step, in `samples.jsonl`."""

@@ -143,7 +143,8 @@ class Ledger:
         """The number that the next grant would be for; None if none is left."""
         if self._returned:
             return self._returned[0][0]
-        return self._fresh if self._exists(self._fresh) else None
+        end = self.spec.end_of_numbers(self.step)
+        return self._fresh if end is None or self._fresh < end else None
 
     def _exists(self, number: int) -> bool:
         return self.spec.tickets is None or number < self.spec.tickets
@@ -315,9 +316,10 @@ class Ledger:
 
     def _numbers_left(self) -> int:
         """Counted up to C: more can't be granted."""
-        if self.spec.tickets is None:
+        end = self.spec.end_of_numbers(self.step)
+        if end is None:
             return self._most_credits
-        fresh = max(0, -((self._fresh - self.spec.tickets) // self.ledgers))
+        fresh = max(0, -((self._fresh - end) // self.ledgers))
         return min(self._most_credits, len(self._returned) + fresh)
 
     def _formed(self, ticket: Ticket) -> FormedGroup:

@@ -28,6 +28,7 @@ from typing import ClassVar
 
 import msgspec
 
+from headrace.comm.errors import DataError
 from headrace.comm.messages import (
     Ask,
     Failed,
@@ -71,6 +72,8 @@ class Contribution(msgspec.Struct, frozen=True, array_like=True):
     undo: list[int]
     """Tickets of the batch whose data are lost, found by the replica of this ledger."""
     counts: TicketCounts
+    ending: bool
+    """No further step is to be formed: the run is asked to stop."""
 
 
 class LedgerNode:
@@ -106,6 +109,7 @@ class LedgerNode:
         self._failures: list[Failed] = []
         self._contributed = Phase.FORMING
         self._wanted = False
+        self._ending = False
         self._changed = True
         self._began = float("-inf")
         self._pause = SHORTEST_PAUSE_S
@@ -180,6 +184,10 @@ class LedgerNode:
         self._undo.update(tickets)
         self._changed = True
 
+    def end_run(self) -> None:
+        """Form no further step: all ledgers then give an empty, finished one once the present step has ended."""
+        self._ending = self._changed = True
+
     def counts(self) -> TicketCounts:
         """Running totals of this ledger."""
         return self.ledger.counts()
@@ -208,7 +216,9 @@ class LedgerNode:
         self._contributed = self.phase
         chosen = self._chosen if self.phase is Phase.SHARING else []
         standing = self.ledger.contribute(escrow=self._wanted)
-        contribution = Contribution(self.phase, standing, chosen, sorted(self._undo), self.ledger.counts())
+        contribution = Contribution(
+            self.phase, standing, chosen, sorted(self._undo), self.ledger.counts(), self._ending
+        )
         self._undo = set()
         self._deliver(self._rounds.begin(msgspec.msgpack.encode(contribution)))
 
@@ -221,6 +231,7 @@ class LedgerNode:
         standings = [c.standing for c in contributions]
         self.totals = sum((c.counts for c in contributions[1:]), contributions[0].counts)
         self._check_credits(standings)
+        self._ending = any(c.ending for c in contributions)
         lost = {ticket for c in contributions for ticket in c.undo}
         choice = None if lost else self._choose(standings)
         gained = forming.credit_moves(standings, self._rounds.round)[self.index]
@@ -239,7 +250,7 @@ class LedgerNode:
         """The batch that this round's snapshot allows; an empty one when the run is over."""
         if self._contributed is not Phase.FORMING or not forming.same_step(standings):
             return None
-        if self.ledger.step >= self.spec.steps:
+        if self.ledger.step >= self.spec.steps or self._ending:
             return [{} for _ in standings]
         return forming.choose(standings, self.spec.groups_per_step)
 
@@ -250,8 +261,19 @@ class LedgerNode:
         self._undo.update(self.ledger.lost_chosen)
         self.phase = Phase.SHARING
         if not self._batch_size:
+            self._check_over()
             self.phase = Phase.OVER
             self._formed = FormedStep(self.ledger.step, self._formation, [], finished=True)
+
+    def _check_over(self) -> None:
+        """With `in_order`, a step whose groups have all failed looks like the end of the data."""
+        step, size = self.ledger.step, self.spec.groups_per_step
+        end = self.spec.end_of_numbers(step)
+        if self.spec.in_order and not self._ending and step < self.spec.steps and end == (step + 1) * size:
+            raise DataError(
+                f"All {size} groups of step {step} have failed, so there is nothing to train on; the trainers' logs "
+                "tell why. A deterministic run doesn't replace failed groups by later ones."
+            )
 
     def _share(self, contributions: Sequence[Contribution]) -> None:
         """The metadata of the whole batch are here: divide it over the replicas."""

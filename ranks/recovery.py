@@ -46,7 +46,10 @@ class Checkpoints:
         learner: Learner,
         main: MainState,
         limit_s: float,
+        start_step: int,
     ) -> None:
+        self.written = start_step
+        """The step of the newest checkpoint that this rank took part in; every trainer knows the same."""
         self._store = store
         self._roles = roles
         self._rank = rank
@@ -72,6 +75,7 @@ class Checkpoints:
         self._send(self._roles.trainers[0], CheckpointPart(step, ledger))
         if self._leader is not None:
             self._commit(step, self._leader)
+        self.written = step
 
     def _begin(self, step: int, leader: LeaderDesk) -> None:
         self._store.begin(step)

@@ -7,6 +7,7 @@ MPI, `ranks.debug` runs both by turns in one.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ class Rank:
     say: Callable[[str], None]
     """Shows a line on the terminal; only rank 0 uses it."""
     early: list[Received] = field(default_factory=list)
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Set by a signal: end the run after the present step, with a checkpoint."""
     heartbeats: bool = True
 
     @property
@@ -167,15 +170,20 @@ class TrainerRank:
             learner,
             rank.main,
             limit,
+            rank.start_step,
         )
         samples = SampleLog(rank.folder, rank.start_step, config.run.keep_samples) if leader else None
 
-        def on_step(batch: StepBatch, step: int, last: bool) -> None:
+        def on_step(batch: StepBatch, step: int) -> None:
             if samples is not None:
                 samples.write(step + 1, batch.groups)
             every = config.checkpoint.every
-            if last or (every and (step + 1) % every == 0):
+            if every and (step + 1) % every == 0 and step + 1 < config.run.steps:
                 checkpoints.write(step + 1)
+
+        def on_end(step: int) -> None:
+            if checkpoints.written != step:
+                checkpoints.write(step)
 
         loop = TrainerLoop(
             roles=rank.roles,
@@ -191,10 +199,15 @@ class TrainerRank:
             publish_every=config.weights.publish_every,
             wait_limit_s=limit,
             on_step=on_step,
+            on_end=on_end,
             record=self._record if leader else None,
         )
         loop.start()
+        stopping = False
         while not loop.done:
+            if rank.stop.is_set() and not stopping:
+                stopping = True
+                self.courier.submit(self._node.end_run)
             if not loop.step():
                 yield
         rank.main.set("ending the run")
@@ -225,6 +238,7 @@ def ledger_spec(config: JobConfig, tickets: int | None) -> LedgerSpec:
         group_size=config.rollout.group_size,
         steps=config.run.steps,
         tickets=tickets,
+        in_order=config.run.deterministic and config.ledger.max_staleness == 0 and config.weights.publish_every == 1,
     )
 
 

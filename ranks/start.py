@@ -17,10 +17,12 @@ import importlib.metadata
 import platform
 import signal
 import socket
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -36,6 +38,10 @@ from headrace.ranks.topology import plan_roles
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+STOPPED = 75
+"""Exit status of a job that was asked to stop and left a checkpoint (EX_TEMPFAIL: try again later)."""
 
 LEAVE_LIMIT_S = 60.0
 """Longest time for the last messages and the last barrier."""
@@ -60,9 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         terminal = open_log(attempt, comm.Get_rank())
         write_pid(attempt, comm.Get_rank())
         fail.watch_threads()
-        _run(comm, config, options.resume, fail, terminal.write)
+        stop = _stop_on_signals()
+        _run(comm, config, options.resume, fail, terminal.write, stop)
     except BaseException as error:
         fail(error)
+    if stop.is_set():
+        sys.exit(STOPPED)
+
+
+def _stop_on_signals() -> threading.Event:
+    """Let the signals of schedulers and launchers ask for an end of the run instead of killing the rank."""
+    stop = threading.Event()
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: stop.set())
+    return stop
 
 
 def read_config(path: Path) -> JobConfig:
@@ -81,15 +98,21 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _run(comm: MPI.Comm, config: JobConfig, resume: bool, fail: Failure, say: Any) -> None:
+def _run(
+    comm: MPI.Comm, config: JobConfig, resume: bool, fail: Failure, write: Callable[[str], int], stop: threading.Event
+) -> None:
     rank = comm.Get_rank()
     data = load_data(config)
     transport = MpiTransport(comm)
     hello = hello_of(_facts(config) | data.facts, socket.gethostname())
     welcome, early = meet(transport, hello, start_step_of(config, resume), config.run.wait_limit_s)
     roles = plan_roles(welcome.hosts, config.ranks)
+
+    def say(text: str) -> None:
+        write(text + "\n")
+
     if rank == 0:
-        say(roles.describe() + "\n")
+        say(roles.describe())
     shared = Rank(
         config=config,
         folder=config.run.folder,
@@ -98,8 +121,9 @@ def _run(comm: MPI.Comm, config: JobConfig, resume: bool, fail: Failure, say: An
         main=MainState(),
         start_step=welcome.start_step,
         on_error=fail,
-        say=lambda text: say(text + "\n"),
+        say=say,
         early=early,
+        stop=stop,
     )
     build = build_trainer if roles.role(rank) == "trainer" else build_generator
     parts = build(shared, data, link(shared, comm))
@@ -124,7 +148,6 @@ def _leave(comm: MPI.Comm) -> None:
         if time.monotonic() > deadline:
             raise WaitLimitError(f"The other ranks haven't reached the end of the job within {LEAVE_LIMIT_S:.0f} s.")
         time.sleep(0.002)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     from mpi4py import MPI
 
     MPI.Finalize()

@@ -38,6 +38,15 @@ class LedgerSpec(msgspec.Struct, frozen=True):
     """Optimizer steps of the run."""
     tickets: int | None = None
     """How many ticket numbers there are (size of the dataset times epochs); None means no end."""
+    in_order: bool = False
+    """Step v trains tickets vB … vB + B - 1, whatever the timing of asks: for equal bits. Only with S = 0, p = 1."""
+
+    def end_of_numbers(self, step: int) -> int | None:
+        """Tickets from this number on can't be granted while `step` is formed; None means that all can."""
+        window = (step + 1) * self.groups_per_step
+        if not self.in_order:
+            return self.tickets
+        return window if self.tickets is None else min(window, self.tickets)
 
     @property
     def credits(self) -> int:

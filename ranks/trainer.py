@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -74,6 +75,8 @@ class TrainerDesk:
         self._node = node
         self._consumer = consumer
         self._index = index
+        self._failures = 0
+        self._last_failure = ""
         self._formed: FormedStep | None = None
         self._requests: list[int] = []
         self._data: dict[Key, list[Trajectory]] = {}
@@ -87,6 +90,10 @@ class TrainerDesk:
         self.wake.set()
 
     def tick(self, now: float) -> None:
+        for failed in self._node.take_failures():
+            self._failures += 1
+            self._last_failure = f"ticket {failed.ticket} failed ({failed.reason}): {failed.text}"
+            print(self._last_failure, file=sys.stderr, flush=True)
         if self._formed is None:
             self._formed = self._node.take_formed()
             if self._formed is not None:
@@ -102,7 +109,10 @@ class TrainerDesk:
     def describe(self) -> str:
         """What a batch is waited for, in one line."""
         waiting = [f"data of {len(keys)} groups from rank {rank}" for rank, keys, _ in self._consumer.waiting()]
-        return "; ".join(waiting) if waiting else self._node.describe()
+        about = "; ".join(waiting) if waiting else self._node.describe()
+        if self._failures:
+            about += f"; {self._failures} groups have failed here, at last {self._last_failure}"
+        return about
 
     def _by_owner(self, formed: FormedStep) -> dict[int, list[Key]]:
         keys: dict[int, list[Key]] = {}
@@ -176,7 +186,8 @@ class TrainerLoop:
         start_step: int,
         publish_every: int,
         wait_limit_s: float,
-        on_step: Callable[[StepBatch, int, bool], None],
+        on_step: Callable[[StepBatch, int], None],
+        on_end: Callable[[int], None],
         record: Callable[[int, dict[str, object]], None] | None,
     ) -> None:
         self.done = False
@@ -192,7 +203,9 @@ class TrainerLoop:
         self._steps = steps
         self._publish_every = publish_every
         self._wait_limit = wait_limit_s
+        self._start_step = start_step
         self._on_step = on_step
+        self._on_end = on_end
         self._record = record
         self._ended_at = time.monotonic()
 
@@ -211,15 +224,10 @@ class TrainerLoop:
             return False
         batch = self._desk.batches.popleft()
         if batch.formed.finished:
-            self.done = True
+            self._finish()
         else:
             self._train(batch)
         return True
-
-    def wait(self, seconds: float) -> None:
-        """Sleep until the courier has something, at most `seconds`."""
-        self._desk.wake.wait(seconds)
-        self._desk.wake.clear()
 
     def _check_wait(self) -> None:
         waited = time.monotonic() - self._ended_at
@@ -252,8 +260,17 @@ class TrainerLoop:
         }
         self._ended_at = synced
         self._report(batch, step, times, stats)
-        self._on_step(batch, step, last)
-        self.done = last
+        self._on_step(batch, step)
+        if last:
+            self.done = True
+            self._on_end(self.version)
+
+    def _finish(self) -> None:
+        """The run ends before its last step: the data are used up, or it was asked to stop."""
+        self.done = True
+        if self.version % self._publish_every and self.version > self._start_step:
+            self._publish(self.version)
+        self._on_end(self.version)
 
     def _publish(self, version: int) -> None:
         self._main.set(f"publishing version {version}")

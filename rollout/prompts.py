@@ -57,6 +57,11 @@ class PromptEncoder:
             )
         return np.asarray(ids, dtype=np.int32)
 
+    def encode_response(self, text: str) -> list[int]:
+        """The tokens of a whole response as the model should give it: the text, then the end token."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return [*ids, self._tokenizer.eos_token_id]
+
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of some tokens, special ones left out; bytes that aren't whole UTF-8 characters become U+FFFD."""
         text: str = self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
