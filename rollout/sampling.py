@@ -7,6 +7,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from headrace.comm.errors import HeadraceError
+
 FIRST_WIDTH = 256
 """How many of the likeliest tokens top-p looks at first; more are sorted only if these don't hold enough mass."""
 
@@ -33,6 +35,9 @@ def sample(
 
     Returns:
         tokens [n] int64 and their log-probabilities [n] float32.
+
+    Raises:
+        HeadraceError: the logits aren't numbers.
     """
     greedy = temperature == 0
     scores = logits / _column(np.where(greedy, np.float32(1), temperature), logits)
@@ -43,6 +48,11 @@ def sample(
         _restrict(weights, restricted, top_k, top_p)
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
+    if not bool(total.isfinite().all()):
+        raise HeadraceError(
+            "The model's logits aren't finite numbers, so nothing can be sampled: the weights have diverged. Start"
+            " again from an earlier checkpoint with a lower train.lr or train.grad_clip, or with model.dtype float32."
+        )
     # uniform ≤ 1 - 2**-24, so uniform * total < total also after rounding, and a token of weight 0 is never hit.
     tokens = torch.searchsorted(cumulative, _column(uniform, logits) * total, right=True)
     if greedy.any():

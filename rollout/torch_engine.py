@@ -104,13 +104,8 @@ class TorchEngine:
             return []
         slots, logits = self._next_logits(width, groups)
         rows = self._rows[slots]
-        tokens, logprobs = sample(
-            logits,
-            rows["temperature"],
-            rows["top_k"],
-            rows["top_p"],
-            uniforms(rows["stream"], rows["position"] + 1),
-        )
+        uniform = uniforms(rows["stream"], rows["position"] + 1)
+        tokens, logprobs = sample(logits, rows["temperature"], rows["top_k"], rows["top_p"], uniform)
         chunks = [
             self._record(self._slots.running[slot], token, logprob)
             for slot, token, logprob in zip(slots.tolist(), tokens.tolist(), logprobs.tolist(), strict=True)
@@ -171,16 +166,10 @@ class TorchEngine:
         return list(groups.values())
 
     def _start(self, sequence: Sequence) -> None:
-        params, last = sequence.request.params, len(sequence.tokens) - 1
-        stream = stream_of(sequence.request.key)
-        self._rows[sequence.slot] = (
-            sequence.tokens[-1],
-            last,
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            stream,
-        )
+        """Fill in the row of a sequence that has just got its slot."""
+        p, stream = sequence.request.params, stream_of(sequence.request.key)
+        last = len(sequence.tokens) - 1
+        self._rows[sequence.slot] = (sequence.tokens[last], last, p.temperature, p.top_k, p.top_p, stream)
         self._cache.reserve(sequence.limit)
 
     def _next_logits(self, width: int, groups: list[list[Sequence]]) -> tuple[npt.NDArray[np.int64], Tensor]:

@@ -95,12 +95,15 @@ def test_an_engine_agrees_with_hugging_face_after_an_update(any_model_folder: Pa
     np.testing.assert_allclose(sample.logprobs, hf_logprobs(model, prompt, sample.tokens), atol=1e-4)
 
 
-def test_weights_of_another_float_format_are_converted(llama_folder: Path, other_llama_folder: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_weights_of_another_float_format_are_converted(
+    llama_folder: Path, other_llama_folder: Path, dtype: torch.dtype
+) -> None:
     engine = engine_of(llama_folder)
-    engine.load_weights(1, folder_weights(other_llama_folder, torch.bfloat16))
+    engine.load_weights(1, folder_weights(other_llama_folder, dtype))
     model = hf_model(other_llama_folder)
     for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16().float()
+        parameter.data = parameter.data.to(dtype).float()
     prompt = prompts(1)[0]
     engine.add(request(0, prompt))
     sample = run(engine)[0]

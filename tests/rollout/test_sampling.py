@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from headrace.comm.errors import HeadraceError
 from headrace.rollout import sampling
 from headrace.rollout.random import splitmix64, stream_of, uniforms
 from headrace.rollout.sampling import sample
@@ -50,6 +51,7 @@ def test_splitmix64_gives_the_published_sequence() -> None:
     assert outputs.tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
+@settings(deadline=None)
 @given(st.tuples(*[st.integers(0, 2**31)] * 3), st.tuples(*[st.integers(0, 2**31)] * 3))
 def test_streams_of_different_keys_differ(a: tuple[int, int, int], b: tuple[int, int, int]) -> None:
     assert (stream_of(a) == stream_of(b)) == (a == b)
@@ -137,6 +139,14 @@ def test_tokens_as_likely_as_the_last_one_kept_are_kept_too() -> None:
     assert set(tokens.tolist()) == {1, 2, 3, 4}
     expected = torch.tensor([2.0, 1.0, 1.0, 1.0]).log_softmax(-1)
     torch.testing.assert_close(logprobs[tokens == 3][0], expected[1])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_numbers_are_an_error(value: float) -> None:
+    logits = torch.zeros(3, 10)
+    logits[1, 4] = value
+    with pytest.raises(HeadraceError, match="diverged"):
+        draw(logits, 1.0, 0, 1.0, np.full(3, 0.5))
 
 
 @given(st.integers(0, 2**24 - 1), st.integers(0, 500))
