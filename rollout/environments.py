@@ -237,8 +237,11 @@ def _task_of(entry: dict[str, Any]) -> Task:
 
 
 def _derived_seed(seed: int, purpose: str, number: int) -> int:
-    """Seeds far from each other: a reasoning-gym dataset uses all numbers from its seed up to seed + size."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {purpose} {number}".encode()).digest()[:6], "big")
+    """Seeds far from each other: a reasoning-gym dataset uses all numbers from its seed up to seed + size.
+
+    Below 2^31, since some families hand the sum to numpy, which takes 32 bits.
+    """
+    return int.from_bytes(hashlib.sha256(f"{seed} {purpose} {number}".encode()).digest()[:4], "big") >> 1
 
 
 def _dataset(family: str, options: dict[str, Any], size: int, seed: int) -> Any:
