@@ -82,6 +82,7 @@ def _write_weights(file: Path, checkpoint: Path, dtype: str) -> None:
     if not tensors:
         raise DataError(f"The checkpoint {checkpoint} holds no weights; a run of the latency engine has none.")
     save_file(tensors, file, {"format": "pt"})
+    file.chmod(0o644)  # safetensors makes files private; a model folder is often shared
 
 
 def _master_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:

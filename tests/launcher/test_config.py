@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.comm.errors import ConfigError
@@ -168,6 +168,7 @@ ANY_VALUE = st.recursive(
 )
 
 
+@settings(max_examples=25, deadline=None)
 @given(st.dictionaries(st.text().filter(lambda key: key not in RunConfig.model_fields), ANY_VALUE, min_size=1))
 def test_any_nonsense_in_a_section_ends_as_a_config_error(section: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"^test: .*unknown key"):

@@ -11,6 +11,7 @@ import pytest
 from headrace.launcher.environment import JOB_MARK
 from headrace.launcher.processes import processes_of
 from headrace.launcher.run import STOPPED
+from headrace.train.checkpoint import CheckpointStore
 
 from .conftest import Launch, is_alive
 
@@ -171,7 +172,9 @@ def test_steps_appear_as_plain_lines_and_a_picture_ends_the_run(launch: Launch) 
 def test_a_resumed_run_goes_on_in_a_new_attempt(launch: Launch) -> None:
     first = launch("mpich", "ok")
     assert first.wait() == 0
-    (first.run / "checkpoints" / "step_000020").mkdir(parents=True)
+    store = CheckpointStore(first.run / "checkpoints", keep=2)
+    store.begin(20)
+    store.commit(20, {"step": 20})
     second = launch("mpich", "ok", resume=True, overrides=("run.steps=100",))
     assert second.wait() == 0
     assert "run.steps 60 → 100" in second.output.read_text()

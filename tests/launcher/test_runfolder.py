@@ -102,6 +102,7 @@ def test_the_newest_checkpoint_becomes_a_hugging_face_folder(trained: Path) -> N
         torch.testing.assert_close(state[name], (3 * tensor.float()).bfloat16(), rtol=0, atol=0)
     assert AutoTokenizer.from_pretrained(out)("12+3").input_ids
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o644}
 
 
 def test_a_checkpoint_can_be_chosen_and_has_a_place_of_its_own(trained: Path) -> None:
