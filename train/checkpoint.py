@@ -160,8 +160,11 @@ def _record(path: Path) -> FileRecord:
 
 
 def _flush_folder(folder: Path) -> None:
+    """Flush the folder and its files. Hidden ones are what other ranks are still writing: safetensors renames them when
+    they are whole, and their writers flush them."""
     for path in folder.iterdir():
-        _flush(path)
+        if not path.name.startswith("."):
+            _flush(path)
     _flush(folder)
 
 
