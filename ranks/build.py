@@ -37,8 +37,13 @@ if TYPE_CHECKING:
     from headrace.comm.devices import Device
     from headrace.comm.groups import DeviceGroup
     from headrace.comm.weights_collective import Broadcaster
+    from headrace.train.scoring import ReferenceModel
+    from headrace.train.torch_engine import TorchTrainEngine
 
 MIB = 1 << 20
+
+REFERENCE = "reference"
+"""Folder in the run folder: the model after the warm start, for the KL penalty."""
 
 
 @dataclass(slots=True)
@@ -193,21 +198,18 @@ def build_trainer(rank: Rank, data: Data, links: Links) -> Parts:
 
     def main() -> Iterator[None]:
         rank.main.set("making the training engine")
-        learner = _make_learner(rank, data, links, warm=restored.folder is None)
-        if restored.folder is not None:
-            learner.load(restored.folder)
+        learner = _make_learner(rank, data, links, restored)
         yield from trainer.main(learner, store)
 
     return Parts(trainer.courier, trainer.wait, main)
 
 
-def _make_learner(rank: Rank, data: Data, links: Links, warm: bool) -> Learner:
-    """The training engine; `warm` lets the supervised warm start run before the first step."""
+def _make_learner(rank: Rank, data: Data, links: Links, restored: Restored) -> Learner:
+    """The training engine with what the run starts from: a checkpoint, or the model after its warm start."""
     config = rank.config
     if config.rollout.engine == "latency":
         return LatencyLearner(config, rank.index)
     from headrace.train.torch_engine import TorchTrainEngine
-    from headrace.train.warm_start import warm_start
 
     assert config.model.path is not None
     engine = TorchTrainEngine(
@@ -221,17 +223,45 @@ def _make_learner(rank: Rank, data: Data, links: Links, warm: bool) -> Learner:
         config.run.deterministic,
         config.rollout.temperature or 1.0,
     )
-    if warm and config.train.warm_start is not None:
-        rank.main.set("warm start")
-        assert data.environment is not None
-        assert data.encoder is not None
-        examples = warm_examples(config, data.environment, data.encoder)
-        losses = warm_start(
-            engine, examples, config.train.warm_start, config.run.seed, rank.index, len(rank.roles.trainers)
-        )
-        if rank.index == 0:
-            rank.say(f"warm start: {len(losses)} steps, loss {losses[0]:.3f} → {losses[-1]:.3f}")
-    return PolicyLearner(engine, config, rank.index, len(rank.roles.trainers))
+    if restored.folder is not None:
+        engine.load_state(restored.folder)
+    elif config.train.warm_start is not None:
+        _warm_start(rank, data, engine)
+    reference = None if config.train.kl == "none" else _make_reference(rank, links)
+    return PolicyLearner(engine, reference, config, rank.index, len(rank.roles.trainers))
+
+
+def _warm_start(rank: Rank, data: Data, engine: TorchTrainEngine) -> None:
+    """Supervised training before the first step; what it leads to is kept if a KL penalty refers to it."""
+    from headrace.train.warm_start import warm_start
+
+    config = rank.config
+    assert config.train.warm_start is not None
+    assert data.environment is not None
+    assert data.encoder is not None
+    rank.main.set("warm start")
+    examples = warm_examples(config, data.environment, data.encoder)
+    losses = warm_start(
+        engine, examples, config.train.warm_start, config.run.seed, rank.index, len(rank.roles.trainers)
+    )
+    if rank.index == 0:
+        rank.say(f"warm start: {len(losses)} steps, loss {losses[0]:.3f} → {losses[-1]:.3f}")
+    if config.train.kl != "none":
+        engine.save_model(rank.folder / REFERENCE)
+
+
+def _make_reference(rank: Rank, links: Links) -> ReferenceModel:
+    """The model that reinforcement learning began with, frozen."""
+    from headrace.train.scoring import ReferenceModel
+
+    config = rank.config
+    assert config.model.path is not None
+    folder = config.model.path if config.train.warm_start is None else rank.folder / REFERENCE
+    temperature = config.rollout.temperature or 1.0
+    device = _torch_device(rank, links)
+    return ReferenceModel(
+        folder, config.train.micro_batch_tokens, config.model.dtype, device, links.trainers, temperature
+    )
 
 
 def _torch_device(rank: Rank, links: Links) -> Any:

@@ -16,6 +16,7 @@ from headrace.ranks.tickets import FormedStep
 
 if TYPE_CHECKING:
     from headrace.train.engine import TrainEngine
+    from headrace.train.scoring import ReferenceModel
 
 
 class Learner(Protocol):
@@ -34,24 +35,23 @@ class Learner(Protocol):
 
     def save(self, folder: Path) -> None: ...
 
-    def load(self, folder: Path) -> None: ...
-
-    def save_model(self, folder: Path) -> None: ...
-
 
 class PolicyLearner:
     """A training engine with the objective that the config describes."""
 
-    def __init__(self, engine: TrainEngine, config: JobConfig, index: int, trainers: int) -> None:
-        from headrace.train.objective import make_objective, needs_proximal, needs_reference
+    def __init__(
+        self, engine: TrainEngine, reference: ReferenceModel | None, config: JobConfig, index: int, trainers: int
+    ) -> None:
+        """`reference` is the frozen model of the KL penalty; None without one."""
+        from headrace.train.objective import make_objective, needs_proximal
 
         self._engine = engine
+        self._reference = reference
         self._config = config
         self._index = index
         self._trainers = trainers
         self._objective = make_objective(config.train)
         self._needs_proximal = needs_proximal(config.train)
-        self._needs_reference = needs_reference(config.train)
         self._dtype = config.model.dtype if config.weights.dtype == "model" else config.weights.dtype
 
     def learn(
@@ -70,8 +70,8 @@ class PolicyLearner:
         if self._needs_proximal:
             for sample, logprobs in zip(samples, self._engine.forward(samples), strict=True):
                 sample.proximal_logprobs = logprobs
-        if self._needs_reference:
-            for sample, logprobs in zip(samples, self._engine.forward_reference(samples), strict=True):
+        if self._reference is not None:
+            for sample, logprobs in zip(samples, self._reference.forward(samples), strict=True):
                 sample.reference_logprobs = logprobs
         stats = self._engine.forward_backward(samples, self._objective, denominators, policy_version=step)
         result = self._engine.optim_step(step)
@@ -82,12 +82,6 @@ class PolicyLearner:
 
     def save(self, folder: Path) -> None:
         self._engine.save_state(folder)
-
-    def load(self, folder: Path) -> None:
-        self._engine.load_state(folder)
-
-    def save_model(self, folder: Path) -> None:
-        self._engine.save_model(folder)
 
 
 def _finish(sums: dict[str, float]) -> dict[str, float | None]:
@@ -120,9 +114,3 @@ class LatencyLearner:
 
     def save(self, folder: Path) -> None:
         """There is nothing but the ledger."""
-
-    def load(self, folder: Path) -> None:
-        """There is nothing but the ledger."""
-
-    def save_model(self, folder: Path) -> None:
-        """There is no model."""

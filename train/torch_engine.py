@@ -26,7 +26,6 @@ from torch import Tensor
 from headrace.comm.errors import HeadraceError
 from headrace.comm.weights import TensorSpec, WeightTensor
 from headrace.train import engine_state
-from headrace.train.attention import group_sequences
 from headrace.train.batch import Denominators, LossFunction, PackedBatch, TrainSample
 from headrace.train.collectives import Peers
 from headrace.train.config import TrainConfig
@@ -35,6 +34,7 @@ from headrace.train.master import divide, master_weights
 from headrace.train.model import PolicyModel, fsdp_units, load_model, prepare_round, shard
 from headrace.train.optimizer import clip, global_norm, learning_rate, make_adamw
 from headrace.train.packing import filler_sample, pack, plan_micro_batches
+from headrace.train.scoring import packed_logprobs, score
 
 
 class TorchTrainEngine:
@@ -75,18 +75,8 @@ class TorchTrainEngine:
 
     # Log-probs and gradients
 
-    @torch.no_grad()
     def forward(self, samples: Sequence[TrainSample]) -> list[npt.NDArray[np.float32]]:
-        plan = plan_micro_batches([len(sample.tokens) for sample in samples], self.config.micro_batch_tokens)
-        results: list[npt.NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(samples)
-        for number in range(self.peers.largest(len(plan))):
-            chosen = plan[number] if number < len(plan) else []
-            batch = self._pack([samples[index] for index in chosen], policy_version=0)
-            logprobs, _ = self._logprobs(batch, batch.positions > 0)
-            ends = batch.starts[1:-1].tolist()
-            for index, piece in zip(chosen, np.split(logprobs.cpu().numpy(), ends), strict=False):
-                results[index] = piece.copy()
-        return results
+        return score(self.policy, samples, self.config.micro_batch_tokens, self.peers)
 
     def forward_backward(
         self, samples: Sequence[TrainSample], loss: LossFunction, denominators: Denominators, policy_version: int
@@ -102,7 +92,7 @@ class TorchTrainEngine:
                 self._backward_filler()
                 continue
             batch = self._pack([samples[index] for index in plan[number]], policy_version)
-            logprobs, entropy = self._logprobs(batch, batch.loss_mask != 0)
+            logprobs, entropy = packed_logprobs(self.policy, batch, batch.loss_mask != 0)
             output = loss(logprobs, entropy, batch, denominators)
             torch.autograd.backward(output.loss * self.peers.size)  # FSDP2 averages over the ranks: make it a sum
             for name, value in {"loss": output.loss, **output.stats}.items():
@@ -113,18 +103,10 @@ class TorchTrainEngine:
     def _pack(self, samples: Sequence[TrainSample], policy_version: int) -> PackedBatch:
         return pack(samples or [filler_sample()], policy_version, self.device)
 
-    def _logprobs(self, batch: PackedBatch, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [N] of the tokens where `wanted`; 0 elsewhere."""
-        rows = wanted.nonzero().flatten()
-        groups = group_sequences(batch.starts.diff().tolist(), self.device)
-        found = self.policy(batch.tokens, batch.positions, rows, groups)
-        logprobs, entropy = (values.new_zeros(len(wanted)).index_put((rows,), values) for values in found)
-        return logprobs, entropy
-
     def _backward_filler(self) -> None:
         """Gradient 0 through the whole model."""
         batch = self._pack([], policy_version=0)
-        logprobs, _ = self._logprobs(batch, batch.positions > 0)
+        logprobs, _ = packed_logprobs(self.policy, batch, batch.positions > 0)
         torch.autograd.backward(logprobs.sum() * 0.0)
 
     def _fold_gradients(self) -> None:
@@ -197,6 +179,7 @@ class TorchTrainEngine:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(tensors, folder / "model.safetensors", {"format": "pt"})
             self._save_configs(folder)
+        self.peers.largest(0)  # nobody goes on before the files are there
 
     def _save_configs(self, folder: Path) -> None:
         causal_lm = self.policy.causal_lm
