@@ -14,10 +14,10 @@ def report(name: str, case: str, ours: float, theirs: float, unit: str, as_json:
     """Print one result; `ratio` is ours / theirs."""
     ratio = ours / theirs
     if as_json:
-        row = {"name": name, "case": case, "ours": round(ours, 2), "theirs": round(theirs, 2), "unit": unit}
+        row = {"name": name, "case": case, "ours": round(ours, 4), "theirs": round(theirs, 4), "unit": unit}
         print(json.dumps(row | {"ratio": round(ratio, 3)}), flush=True)
     else:
-        print(f"{name} {case}: ours {ours:.1f} {unit}, theirs {theirs:.1f} {unit}, ratio {ratio:.2f}", flush=True)
+        print(f"{name} {case}: ours {ours:.3g} {unit}, theirs {theirs:.3g} {unit}, ratio {ratio:.2f}", flush=True)
 
 
 def interleaved_medians(runs: Sequence[Callable[[], float]], repeats: int) -> list[float]:

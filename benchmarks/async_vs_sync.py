@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.jobs import run_job, show, steps_per_s
+from benchmarks import interleaved_medians, report
+from benchmarks.jobs import run_job, steps_per_s
 
 GENERATORS = 15
 GROUP_SIZE = 8
@@ -48,27 +48,22 @@ def job(staleness: int) -> dict[str, Any]:
     }
 
 
-def measure(rounds: int) -> dict[int, list[float]]:
-    speeds: dict[int, list[float]] = {staleness: [] for staleness in STEPS}
-    for _ in range(rounds):
-        for staleness in STEPS:
-            with tempfile.TemporaryDirectory() as folder:
-                metrics = run_job(job(staleness), Path(folder))
-                speeds[staleness].append(steps_per_s(metrics, SKIP[staleness]))
-    return speeds
+def speed(staleness: int) -> float:
+    """Steps per second of one job."""
+    with tempfile.TemporaryDirectory() as folder:
+        return steps_per_s(run_job(job(staleness), Path(folder)), SKIP[staleness])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--quick", action="store_true", help="one round instead of five")
     options = parser.parse_args()
-    speeds = measure(1 if options.quick else 5)
-    theirs = statistics.median(speeds.pop(0))
-    for staleness, measured in speeds.items():
-        ours = statistics.median(measured)
-        line = {"name": "async_vs_sync", "case": f"S={staleness}", "ours": ours, "theirs": theirs}
-        show(line | {"unit": "steps/s", "ratio": ours / theirs}, options.json)
+    runs = [lambda staleness=staleness: speed(staleness) for staleness in STEPS]
+    medians = dict(zip(STEPS, interleaved_medians(runs, 1 if options.quick else 5), strict=True))
+    theirs = medians.pop(0)
+    for staleness, ours in medians.items():
+        report("async_vs_sync", f"S={staleness}", ours, theirs, "steps/s", options.json)
 
 
 if __name__ == "__main__":

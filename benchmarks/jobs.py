@@ -1,4 +1,4 @@
-"""Runs a headrace job for a benchmark, and prints the benchmark's lines."""
+"""Runs a headrace job for a benchmark."""
 
 from __future__ import annotations
 
@@ -29,12 +29,3 @@ def steps_per_s(metrics: list[dict[str, Any]], skip: int) -> float:
     """Of all steps but the first `skip`."""
     times = [line["time/step"] for line in metrics[skip:]]
     return len(times) / sum(times)
-
-
-def show(line: dict[str, Any], as_json: bool) -> None:
-    """Print one line of a benchmark."""
-    if as_json:
-        print(json.dumps(line), flush=True)
-        return
-    figures = ", ".join(f"{name} {value:.3g}" for name, value in line.items() if isinstance(value, float))
-    print(f"{line['name']} {line['case']}: {figures} ({line['unit']})", flush=True)
