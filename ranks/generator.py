@@ -143,6 +143,7 @@ class GeneratorLoop:
         self._main = main
         self._groups: dict[tuple[int, int], _Group] = {}
         self._held: deque[TicketGrant] = deque()
+        self._has_weights = False
         self._asked = 0
         self._generating = 0
         self._started_at = time.monotonic()
@@ -177,14 +178,17 @@ class GeneratorLoop:
         self._main.set(f"loading version {version.version}")
         self.engine.load_weights(version.version, version.tensors)
         version.release()
+        self._has_weights = True
         self._main.version = self.engine.version
         return True
 
     def reached(self, version: int) -> bool:
-        """Whether the engine holds that version, or a newer one; takes it in when it has come."""
+        """Whether the engine holds that version, or a newer one, from the trainers; takes it in when it has come.
+
+        The engine calls the weights of the model folder version 0, too, but they come before the warm start."""
         self.switch_version()
         self.engine.step()
-        return self.engine.version >= version
+        return self._has_weights and self.engine.version >= version
 
     def drop_all(self) -> None:
         """Give up whatever runs: the run is over."""
@@ -203,8 +207,6 @@ class GeneratorLoop:
 
     def _ask_for_more(self) -> None:
         """Ask for as many groups as the engine has free slots for, and for one at least when it has none at work."""
-        if self.engine.version < 0:
-            return
         free = self.engine.capacity().slots - self._generating - (self._asked + len(self._held)) * self._group_size
         room = max(0, free // self._group_size)
         if room == 0 and self._asked == 0 and self._generating == 0 and not self._held:
