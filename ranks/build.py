@@ -175,7 +175,7 @@ def build_generator(rank: Rank, data: Data, links: Links) -> Parts:
             _torch_device(rank, links),
             seed=config.run.seed + rank.index,
             deterministic=config.run.deterministic,
-            max_context=None,
+            max_context=_longest(config, data) if config.run.deterministic else None,
         )
         tasks = make_task_source(config, data.environment, data.encoder)
         scorer = make_scorer(config, data.environment)
@@ -185,6 +185,14 @@ def build_generator(rank: Rank, data: Data, links: Links) -> Parts:
             scorer.close()
 
     return Parts(generator.courier, generator.wait, main)
+
+
+def _longest(config: JobConfig, data: Data) -> int | None:
+    """Longest prompt of all tasks plus longest response: a deterministic engine computes so much for every slot."""
+    if data.environment is None or data.encoder is None:
+        return None
+    tasks = [*data.environment.tasks, *data.environment.held_out]
+    return max(len(data.encoder.encode(task)) for task in tasks) + config.rollout.max_tokens
 
 
 def build_trainer(rank: Rank, data: Data, links: Links) -> Parts:

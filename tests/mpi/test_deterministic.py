@@ -61,7 +61,8 @@ class Reference:
         make_tiny_model(folder / "model", tiny, config.run.seed)
         self.environment, self.encoder = environment_of(config), make_encoder(config)
         self.order = ticket_order(config, len(self.environment.tasks))
-        self.rollout = make_engine(config.rollout, config.model.path, "float32", "cpu", 0, True, None)
+        longest = max(len(self.encoder.encode(task)) for task in self.environment.tasks) + config.rollout.max_tokens
+        self.rollout = make_engine(config.rollout, config.model.path, "float32", "cpu", 0, True, longest)
         assert config.model.path is not None
         device = torch.device("cpu")
         self.train = TorchTrainEngine(config.model.path, config.train, "float32", 5, device, None, 3, True)
