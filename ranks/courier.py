@@ -2,12 +2,12 @@
 
     main thread ── submit(command) / call(command) ──▶ courier ── service.receive / service.tick ──▶ transport.send
          ▲                                                │
-         └──── queues and events of the services ◀────────┘
+         └──── queues of the services, and `news` ◀───────┘
 
 The main thread owns torch and the device; the courier owns MPI, the ledger, the exchange and the background weight
 channel. So a trainer grants tickets in the middle of a long optimizer step, and a generator serves pulls during an
-engine step. Between polls the courier sleeps, 20 µs at first and up to 10 ms when nothing happens, so that idle ranks
-leave the cores alone.
+engine step. Between polls the courier sleeps, 20 µs at first and up to 20 ms when nothing happens, so that idle ranks
+leave the cores alone: what an idle rank costs is the number of times it wakes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from headrace.comm.service import Service
 from headrace.comm.transport import Received, Transport
 
 SHORTEST_NAP_S = 20e-6
-LONGEST_NAP_S = 10e-3
+LONGEST_NAP_S = 20e-3
+NAP_GROWTH = 4
 
 T = TypeVar("T")
 
@@ -42,6 +43,8 @@ class Courier:
     ) -> None:
         """`early` are messages that came in before there was a courier."""
         self.transport = transport
+        self.news = threading.Event()
+        """Set whenever messages have come in and were dealt with; a main thread that has nothing to do waits for it."""
         self._early = list(early)
         self._services = list(services)
         self._routes: dict[type[Message], Service] = {}
@@ -51,7 +54,6 @@ class Courier:
                     raise ValueError(f"two services handle {kind.__name__}")
                 self._routes[kind] = service
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake = threading.Event()
         self._leaving = threading.Event()
         self._on_error = on_error
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
@@ -59,7 +61,6 @@ class Courier:
     def submit(self, command: Callable[[], None]) -> None:
         """Have the courier run a command soon; from any thread."""
         self._commands.put(command)
-        self._wake.set()
 
     def call(self, command: Callable[[], T], limit_s: float) -> T:
         """Have the courier run a command and wait for its result.
@@ -93,7 +94,6 @@ class Courier:
             WaitLimitError: that took longer than the limit.
         """
         self._leaving.set()
-        self._wake.set()
         self._thread.join(limit_s)
         if self._thread.is_alive():
             raise WaitLimitError(f"The courier of rank {self.transport.rank} didn't finish within {limit_s:.0f} s.")
@@ -108,14 +108,20 @@ class Courier:
             busy = True
         for service in self._services:
             service.tick(now)
+        if arrived:
+            self.news.set()
         return busy or self.transport.pending > 0
 
-    def _run_commands(self) -> bool:
-        ran = False
+    def _run_commands(self, wait_s: float = 0.0) -> bool:
+        """Run what was submitted, waiting for the first command so long; returns whether there was one."""
+        try:
+            command = self._commands.get(wait_s > 0, wait_s)
+        except queue.Empty:
+            return False
+        command()
         while not self._commands.empty():
             self._commands.get()()
-            ran = True
-        return ran
+        return True
 
     def _run(self) -> None:
         nap = SHORTEST_NAP_S
@@ -124,9 +130,8 @@ class Courier:
                 busy = self.pump()
                 if not busy and self._leaving.is_set():
                     return
-                nap = SHORTEST_NAP_S if busy else min(2 * nap, LONGEST_NAP_S)
-                if self._wake.wait(nap):
-                    self._wake.clear()
+                nap = SHORTEST_NAP_S if busy else min(NAP_GROWTH * nap, LONGEST_NAP_S)
+                if self._run_commands(nap):
                     nap = SHORTEST_NAP_S
         except BaseException as error:
             self._on_error(error)

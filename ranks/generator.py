@@ -16,7 +16,6 @@ the whole group is given up and its ledger issues another ticket.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Hashable
@@ -43,6 +42,7 @@ from headrace.comm.messages import (
 from headrace.comm.trajectory import Trajectory, Unit
 from headrace.comm.transport import Received, Transport
 from headrace.comm.weights import Subscriber
+from headrace.ranks.courier import Courier
 from headrace.ranks.heartbeat import MainState
 from headrace.ranks.tasks import Scorer, TaskSource
 from headrace.ranks.topology import RoleMap
@@ -52,7 +52,7 @@ from headrace.rollout.task import Task
 
 
 class GeneratorDesk:
-    """The courier's side of a generator: brings grants in and carries reports out."""
+    """The courier's side of a generator: brings grants in."""
 
     handles: ClassVar[tuple[type[Message], ...]] = (Grants, Redirect, Stop)
 
@@ -61,17 +61,6 @@ class GeneratorDesk:
         self.stop: Stop | None = None
         self._transport = transport
         self._roles = roles
-        self._outbox: deque[tuple[int, Message]] = deque()
-        self._wake = threading.Event()
-
-    def post(self, target: int, message: Message) -> None:
-        """Send from the main thread."""
-        self._outbox.append((target, message))
-
-    def wait(self, seconds: float) -> None:
-        """Sleep until something comes in, at most `seconds`; main thread."""
-        self._wake.wait(seconds)
-        self._wake.clear()
 
     def receive(self, received: Received, now: float) -> None:
         match received.message:
@@ -81,11 +70,9 @@ class GeneratorDesk:
                 self._transport.send(self._roles.trainers[ledger], Ask(room))
             case Stop() as stop:
                 self.stop = stop
-        self._wake.set()
 
     def tick(self, now: float) -> None:
-        while self._outbox:
-            self._transport.send(*self._outbox.popleft())
+        """Everything here is done as it comes in."""
 
 
 @dataclass(slots=True)
@@ -118,6 +105,7 @@ class GeneratorLoop:
         self,
         rank: int,
         roles: RoleMap,
+        courier: Courier,
         desk: GeneratorDesk,
         engine: Engine,
         subscriber: Subscriber,
@@ -132,6 +120,7 @@ class GeneratorLoop:
         self.engine = engine
         self._roles = roles
         self._home = roles.home_ledger(roles.index(rank))
+        self._courier = courier
         self._desk = desk
         self._subscriber = subscriber
         self._store = store
@@ -190,6 +179,15 @@ class GeneratorLoop:
         self.engine.step()
         return self._has_weights and self.engine.version >= version
 
+    def post(self, target: int, message: Message) -> None:
+        """Have the courier send a message; messages to one rank keep their order."""
+        self._courier.submit(lambda: self._courier.transport.send(target, message))
+
+    @property
+    def awaits_rewards(self) -> bool:
+        """Whether nothing is being generated, but finished responses have no reward yet."""
+        return bool(self._groups) and self._generating == 0
+
     def drop_all(self) -> None:
         """Give up whatever runs: the run is over."""
         for group in self._groups.values():
@@ -213,7 +211,7 @@ class GeneratorLoop:
             room = 1
         if room:
             self._asked += room
-            self._desk.post(self._home, Ask(room))
+            self.post(self._home, Ask(room))
 
     def _start_granted(self) -> bool:
         """Start every granted group whose oldest allowed version is here; the others wait for the weights."""
@@ -247,7 +245,7 @@ class GeneratorLoop:
                 born = (group.grant.ticket, group.grant.attempt, chunk.version)
                 starts.setdefault(self._ledger_of(group.grant.ticket), []).append(born)
         for ledger, entries in starts.items():
-            self._desk.post(ledger, Started(entries))
+            self.post(ledger, Started(entries))
 
     def _advance(self, chunk: Chunk) -> None:
         """Append new tokens to their sample; send a finished response to its reward."""
@@ -293,13 +291,13 @@ class GeneratorLoop:
             metas.setdefault(self._ledger_of(group.grant.ticket), []).extend(_meta(t) for t in trajectories)
             del self._groups[group.key]
         for ledger, samples in metas.items():
-            self._desk.post(ledger, Finished(samples, self._counters()))
+            self.post(ledger, Finished(samples, self._counters()))
 
     def _give_up(self, group: _Group, score: Scored) -> None:
         self._abort(group)
         del self._groups[group.key]
         failed = Failed(*group.key, score.reason or "reward_failed", score.error or "")
-        self._desk.post(self._ledger_of(group.grant.ticket), failed)
+        self.post(self._ledger_of(group.grant.ticket), failed)
 
     def _abort(self, group: _Group) -> None:
         for index, sample in enumerate(group.samples):

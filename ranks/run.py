@@ -37,7 +37,11 @@ from headrace.ranks.trainer import LeaderDesk, StepBatch, TrainerDesk, TrainerLo
 from headrace.rollout.engine import Engine, SamplingParams
 from headrace.train.checkpoint import CheckpointStore
 
-IDLE_S = 0.02
+IDLE_S = 0.1
+"""Longest nap of a main thread that has nothing to do; news end it."""
+
+REWARDS_S = 0.005
+"""Nap of a generator that waits for rewards: they don't come through the courier."""
 
 
 @dataclass(slots=True)
@@ -83,6 +87,7 @@ class GeneratorRank:
         self._rank = rank
         self._subscriber = subscriber
         self._store = SampleStore()
+        self._nap_s = IDLE_S
         self._desk = GeneratorDesk(rank.transport, rank.roles)
         self.courier = rank.courier([self._desk, ExchangeOwner(rank.transport, self._store), subscriber])
 
@@ -94,6 +99,7 @@ class GeneratorRank:
         loop = GeneratorLoop(
             rank.rank,
             rank.roles,
+            self.courier,
             self._desk,
             engine,
             self._subscriber,
@@ -116,15 +122,17 @@ class GeneratorRank:
             lambda: loop.reached(rank.start_step), 2 * limit, lambda: "the first weights from the trainers"
         )
         if evaluates and rank.start_step == 0:
-            self._desk.post(rank.roles.trainers[0], EvalResult("before", engine.version, *evaluate()))
+            loop.post(rank.roles.trainers[0], EvalResult("before", engine.version, *evaluate()))
         while self._desk.stop is None:
             if not loop.step():
+                self._nap_s = REWARDS_S if loop.awaits_rewards else IDLE_S
                 yield
         yield from end_generator(loop, self._desk, rank.roles.trainers[0], evaluate if evaluates else None, limit)
         yield from await_stop(self._desk, 2 * limit)
 
     def wait(self) -> None:
-        self._desk.wait(IDLE_S)
+        self.courier.news.wait(self._nap_s)
+        self.courier.news.clear()
 
 
 class TrainerRank:
@@ -216,8 +224,8 @@ class TrainerRank:
         yield from await_stop(self._desk, 2 * limit)
 
     def wait(self) -> None:
-        self._desk.wake.wait(IDLE_S)
-        self._desk.wake.clear()
+        self.courier.news.wait(IDLE_S)
+        self.courier.news.clear()
 
     def _record(self, step: int, line: dict[str, Any]) -> None:
         assert self._leader is not None

@@ -74,5 +74,5 @@ def end_generator(
     loop.drop_all()
     yield from until(lambda: loop.reached(stop.version), limit_s, lambda: f"version {stop.version} of the weights")
     if evaluate is not None:
-        desk.post(leader, EvalResult("after", loop.engine.version, *evaluate()))
-    desk.post(leader, Bye(1))
+        loop.post(leader, EvalResult("after", loop.engine.version, *evaluate()))
+    loop.post(leader, Bye(1))

@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -70,7 +69,6 @@ class TrainerDesk:
         self.batches: deque[StepBatch] = deque()
         self.checkpoints: deque[int] = deque()
         self.stop: Stop | None = None
-        self.wake = threading.Event()
         self._transport = transport
         self._node = node
         self._consumer = consumer
@@ -87,7 +85,6 @@ class TrainerDesk:
                 self.checkpoints.append(step)
             case Stop() as stop:
                 self.stop = stop
-        self.wake.set()
 
     def tick(self, now: float) -> None:
         for failed in self._node.take_failures():
@@ -137,7 +134,6 @@ class TrainerDesk:
         groups = [self._data.pop((group.ticket, group.attempt)) for _, group in mine]
         self.batches.append(StepBatch(formed, [i for i, _ in mine], groups))
         self._formed = None
-        self.wake.set()
 
 
 class LeaderDesk:
