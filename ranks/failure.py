@@ -42,6 +42,8 @@ class Failure:
     """Ends the job with the text of an error; may be called by any thread, and the first call counts."""
 
     def __init__(self, folder: Path, rank: int, abort: Callable[[int], None]) -> None:
+        self.terminal: TextIO | None = None
+        """Where the error is told if the file can't be written, as on a full disk."""
         self._file = folder / f"error_{rank:03d}.txt"
         self._abort = abort
         self._lock = threading.Lock()
@@ -49,18 +51,18 @@ class Failure:
     def __call__(self, error: BaseException) -> NoReturn:
         with self._lock:
             text = error_text(error)
-            print(text, file=sys.stderr, flush=True)
-            self._write(text)
+            self._tell(text)
             self._abort(FAILED)
             os._exit(FAILED)
 
-    def _write(self, text: str) -> None:
+    def _tell(self, text: str) -> None:
         try:
+            print(text, file=sys.stderr, flush=True)
             temporary = self._file.with_suffix(".writing")
             temporary.write_text(text + "\n", encoding="utf-8")
             temporary.replace(self._file)
-        except OSError as problem:
-            print(f"{self._file} can't be written: {problem}", file=sys.stderr, flush=True)
+        except OSError:
+            (self.terminal or sys.__stdout__ or sys.stdout).write(text + "\n")
 
     def watch_threads(self) -> None:
         """End the job when any thread dies of an exception."""

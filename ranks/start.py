@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         check_threads()
         check_world(comm, options.ranks)
-        terminal = open_log(attempt, comm.Get_rank())
+        fail.terminal = terminal = open_log(attempt, comm.Get_rank())
         write_pid(attempt, comm.Get_rank())
         fail.watch_threads()
         stop = _stop_on_signals()
