@@ -76,8 +76,8 @@ class MpiTransport:
 
     @property
     def pending(self) -> int:
-        """How many messages haven't left yet, as of the last `poll`."""
-        return len(self._outgoing)
+        """How many messages haven't left or aren't whole yet, as of the last `poll`."""
+        return len(self._outgoing) + sum(map(len, self._incoming.values()))
 
     def send(self, target: int, message: Message, buffers: Sequence[Buffer] = ()) -> None:
         """Send without waiting; see `Transport.send`."""

@@ -47,7 +47,7 @@ class Transport(Protocol):
 
     @property
     def pending(self) -> int:
-        """How many messages haven't left yet."""
+        """How many messages haven't left, or have begun to arrive and aren't whole: polling soon takes them further."""
         ...
 
     def close(self) -> None:

@@ -26,7 +26,6 @@ from headrace.comm.transport import Received, Transport
 
 SHORTEST_NAP_S = 20e-6
 LONGEST_NAP_S = 20e-3
-NAP_GROWTH = 4
 
 T = TypeVar("T")
 
@@ -130,7 +129,7 @@ class Courier:
                 busy = self.pump()
                 if not busy and self._leaving.is_set():
                     return
-                nap = SHORTEST_NAP_S if busy else min(NAP_GROWTH * nap, LONGEST_NAP_S)
+                nap = SHORTEST_NAP_S if busy else min(2 * nap, LONGEST_NAP_S)
                 if self._run_commands(nap):
                     nap = SHORTEST_NAP_S
         except BaseException as error:

@@ -49,7 +49,7 @@ from headrace.ranks.tickets import FormedGroup, FormedStep, LedgerSpec, LedgerSt
 
 SHORTEST_PAUSE_S = 0.010
 """Between the beginnings of two rounds, while something changes."""
-LONGEST_PAUSE_S = 0.100
+LONGEST_PAUSE_S = 0.500
 """While nothing changes."""
 
 
@@ -143,12 +143,15 @@ class LedgerNode:
     def tick(self, now: float) -> None:
         """Begin the next round when it is time: at once to share a chosen batch, soon when something has changed here
         or another ledger waits, later and later when nothing does."""
-        if self.phase is Phase.OVER or not self._rounds.idle:
-            return
-        pause = SHORTEST_PAUSE_S if self._changed or self._rounds.peer_began else self._pause
-        if self.phase is Phase.SHARING or now - self._began >= pause:
+        while self._due(now):
             self._began = now
             self._begin_round()
+
+    def _due(self, now: float) -> bool:
+        if self.phase is Phase.OVER or not self._rounds.idle:
+            return False
+        pause = SHORTEST_PAUSE_S if self._changed or self._rounds.peer_began else self._pause
+        return self.phase is Phase.SHARING or now - self._began >= pause
 
     # What the trainer says and asks
 

@@ -37,7 +37,7 @@ from headrace.ranks.trainer import LeaderDesk, StepBatch, TrainerDesk, TrainerLo
 from headrace.rollout.engine import Engine, SamplingParams
 from headrace.train.checkpoint import CheckpointStore
 
-IDLE_S = 0.1
+IDLE_S = 0.25
 """Longest nap of a main thread that has nothing to do; news end it."""
 
 REWARDS_S = 0.005
