@@ -53,6 +53,7 @@ class Courier:
                     raise ValueError(f"two services handle {kind.__name__}")
                 self._routes[kind] = service
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake = threading.Event()  # SimpleQueue.get with a time-out may wait for ever in Python 3.11
         self._leaving = threading.Event()
         self._on_error = on_error
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
@@ -60,6 +61,7 @@ class Courier:
     def submit(self, command: Callable[[], None]) -> None:
         """Have the courier run a command soon; from any thread."""
         self._commands.put(command)
+        self._wake.set()
 
     def call(self, command: Callable[[], T], limit_s: float) -> T:
         """Have the courier run a command and wait for its result.
@@ -93,6 +95,7 @@ class Courier:
             WaitLimitError: that took longer than the limit.
         """
         self._leaving.set()
+        self._wake.set()
         self._thread.join(limit_s)
         if self._thread.is_alive():
             raise WaitLimitError(f"The courier of rank {self.transport.rank} didn't finish within {limit_s:.0f} s.")
@@ -111,16 +114,12 @@ class Courier:
             self.news.set()
         return busy or self.transport.pending > 0
 
-    def _run_commands(self, wait_s: float = 0.0) -> bool:
-        """Run what was submitted, waiting for the first command so long; returns whether there was one."""
-        try:
-            command = self._commands.get(wait_s > 0, wait_s)
-        except queue.Empty:
-            return False
-        command()
+    def _run_commands(self) -> bool:
+        ran = False
         while not self._commands.empty():
             self._commands.get()()
-        return True
+            ran = True
+        return ran
 
     def _run(self) -> None:
         nap = SHORTEST_NAP_S
@@ -130,7 +129,8 @@ class Courier:
                 if not busy and self._leaving.is_set():
                     return
                 nap = SHORTEST_NAP_S if busy else min(2 * nap, LONGEST_NAP_S)
-                if self._run_commands(nap):
+                if self._wake.wait(nap):
+                    self._wake.clear()
                     nap = SHORTEST_NAP_S
         except BaseException as error:
             self._on_error(error)
