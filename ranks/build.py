@@ -96,12 +96,12 @@ def link(rank: Rank, comm: MPI.Comm) -> Links:
     config, roles = rank.config, rank.roles
     if config.rollout.engine == "latency" and config.weights.transport != "collective":
         return Links()
-    import torch
+    import torch.distributed
 
     from headrace.comm.devices import detect
     from headrace.comm.groups import init_replica_group, make_group, share_store
 
-    torch.set_num_threads(threads_of(rank))
+    limit_threads(rank)
     device = detect()
     local = roles.local_index(rank.rank)
     device.set_in_thread(local)
@@ -274,6 +274,13 @@ def _make_reference(rank: Rank, links: Links) -> ReferenceModel:
 
 def _torch_device(rank: Rank, links: Links) -> Any:
     return "cpu" if links.device is None else links.device.torch_device(rank.roles.local_index(rank.rank))
+
+
+def limit_threads(rank: Rank) -> None:
+    """Have torch compute with the threads of this rank; sums depend on their number."""
+    import torch
+
+    torch.set_num_threads(threads_of(rank))
 
 
 def threads_of(rank: Rank) -> int:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from headrace.comm.simulated import SimulatedNetwork
-from headrace.ranks.build import Links, Parts, build_generator, build_trainer, load_data, start_step_of
-from headrace.ranks.config import JobConfig, RanksConfig
+from headrace.ranks.build import Links, Parts, build_generator, build_trainer, limit_threads, load_data, start_step_of
+from headrace.ranks.config import JobConfig
 from headrace.ranks.courier import LONGEST_NAP_S
 from headrace.ranks.heartbeat import MainState
 from headrace.ranks.run import Rank
@@ -28,7 +28,8 @@ def run_debug(config: JobConfig, folder: Path, resume: bool, say: Callable[[str]
         HeadraceError: as a rank would.
     """
     run = config.run.model_copy(update={"dir": folder})
-    config = config.model_copy(update={"run": run, "ranks": RanksConfig(generators=1, trainers=1)})
+    ranks_config = config.ranks.model_copy(update={"generators": 1, "trainers": 1})
+    config = config.model_copy(update={"run": run, "ranks": ranks_config})
     network = SimulatedNetwork(2)
     roles = plan_roles([socket.gethostname()] * 2, config.ranks)
     say(roles.describe())
@@ -49,6 +50,8 @@ def run_debug(config: JobConfig, folder: Path, resume: bool, say: Callable[[str]
         )
         for rank in range(2)
     ]
+    if config.rollout.engine != "latency":
+        limit_threads(ranks[0])
     parts = [build_trainer(ranks[0], data, Links()), build_generator(ranks[1], data, Links())]
     with _couriers(parts, errors):
         _take_turns([part.main() for part in parts], errors)
