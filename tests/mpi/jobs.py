@@ -48,12 +48,17 @@ def start_job(config: dict[str, Any], folder: Path, *options: str, mpi: str = "m
 
 
 def run_job(
-    config: dict[str, Any], folder: Path, *options: str, mpi: str = "mpich", status: int = 0
+    config: dict[str, Any],
+    folder: Path,
+    *options: str,
+    mpi: str = "mpich",
+    status: int = 0,
+    limit_s: float = JOB_LIMIT_S,
 ) -> tuple[list[dict[str, Any]], str]:
     """Run a job to its end; returns its metrics and its output."""
     job = start_job(config, folder, *options, mpi=mpi)
     try:
-        output, _ = job.communicate(timeout=JOB_LIMIT_S)
+        output, _ = job.communicate(timeout=limit_s)
     finally:
         job.kill()
     assert job.returncode == status, f"status {job.returncode}\n{output}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from jobs import check_books, merged, metrics_of, run_job, start_job
-from safetensors.torch import load_file
+from tiny import assert_same_bits, kill_after, tiny_config
 
 from headrace.comm.trajectory import Trajectory, Unit
 from headrace.launcher.models import make_tiny_model
@@ -23,30 +22,6 @@ from headrace.rollout.engine import Request, SamplingParams
 from headrace.rollout.engines import make_engine
 from headrace.train.objective import build_samples, denominators_of, make_objective
 from headrace.train.torch_engine import TorchTrainEngine
-
-ENVIRONMENT = Path(__file__).parents[2] / "examples" / "my_environment.py"
-
-
-def tiny_config(**sections: dict[str, Any]) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "run": {"name": "job", "steps": 5, "deterministic": True, "seed": 3, "wait_limit_s": 100},
-        "model": {
-            "tiny": {"characters": "0123456789+=", "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "context": 16},
-            "dtype": "float32",
-        },
-        "data": {
-            "environment": f"{ENVIRONMENT}:addition",
-            "reward": f"{ENVIRONMENT}:right_digits",
-            "chat": False,
-        },
-        "ranks": {"generators": 2, "trainers": 1},
-        "ledger": {"max_staleness": 0, "groups_per_step": 4},
-        "rollout": {"group_size": 4, "max_tokens": 4, "slots": 16},
-        "train": {"lr": 1e-2, "warm_start": {"steps": 5, "batch": 8, "lr": 1e-3}},
-        "weights": {"verify": True},
-        "checkpoint": {"every": 2},
-    }
-    return merged(config, sections)
 
 
 class Reference:
@@ -118,19 +93,6 @@ class Reference:
         )
 
 
-def state_of(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    assert files, f"no weights in {folder}"
-    return {f"{name}": tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def assert_same_bits(first: Path, second: Path) -> None:
-    one, other = state_of(first), state_of(second)
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), f"{name} differs"
-
-
 @pytest.mark.parametrize("generators", [1, 3])
 def test_s0_equals_a_plain_synchronous_loop_bit_for_bit(tmp_path, generators):
     """FAULTS: staleness 0 trains, and equals the synchronous result."""
@@ -140,16 +102,6 @@ def test_s0_equals_a_plain_synchronous_loop_bit_for_bit(tmp_path, generators):
     assert max(line["reward/mean"] for line in metrics) > 0, "a reward of 0 everywhere would train nothing"
     Reference(tree, tmp_path).run(5, tmp_path / "reference")
     assert_same_bits(tmp_path / "runs/job/checkpoints/step_000005", tmp_path / "reference")
-
-
-def kill_after(job: Any, folder: Path, steps: int, rank: int) -> None:
-    """SIGKILL to one rank once so many steps are in the metrics."""
-    deadline = time.monotonic() + 120
-    while len(metrics_of(folder)) < steps:
-        assert job.poll() is None, job.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.kill(int((folder / f"runs/job/latest/rank_{rank:03d}.pid").read_text()), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("trainers", "victim"), [(1, 2), (2, 0)])

@@ -1,0 +1,61 @@
+"""Rewards that raise, hang or return nothing cost their groups and nothing else (FAULTS W2)."""
+
+from __future__ import annotations
+
+import json
+
+from jobs import check_books, run_job
+from tiny import tiny_config
+
+REWARD = """
+import time
+
+def digits(task, answer):
+    match task.fields.get("fault"):
+        case "raises":
+            raise RuntimeError(f"no verdict on {task.question}")
+        case "hangs":
+            time.sleep(3600)
+        case "returns nothing":
+            return None
+    return sum(character.isdigit() for character in answer) / 4
+"""
+FAULTS = {2: "raises", 5: "hangs", 9: "raises", 12: "returns nothing"}
+TASKS = 14
+
+
+def test_groups_whose_reward_fails_are_counted_with_their_errors_and_the_job_goes_on(tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    tasks = [{"prompt": f"{20 + i}+{30 + i}=", "fault": FAULTS.get(i)} for i in range(TASKS)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    config = tiny_config(
+        run={"steps": 50, "deterministic": False},
+        ranks={"trainers": 1, "generators": 1},
+        data={
+            "environment": None,
+            "file": "tasks.jsonl",
+            "reward": "reward.py:digits",
+            "epochs": 1,
+            "reward_timeout_s": 2,
+            "reward_retries": 1,
+        },
+        ledger={"max_staleness": 1, "groups_per_step": 3},
+        rollout={"group_size": 2},
+        train={"warm_start": None},
+    )
+    metrics, _ = run_job(config, tmp_path)
+    check_books(metrics, 1)
+    assert len(metrics) == 4, "10 groups in steps of 3, the last one short"
+    last = metrics[-1]
+    assert [last[f"tickets/{name}"] for name in ("issued", "trained", "failed", "outstanding")] == [14, 10, 4, 0]
+    log = (tmp_path / "runs/job/latest/rank_000.log").read_text()
+    told = [line for line in log.splitlines() if line.startswith("ticket ")]
+    assert sorted(line.partition("(")[2].partition(")")[0] for line in told) == [
+        "reward_invalid",
+        "reward_raised",
+        "reward_raised",
+        "reward_timeout",
+    ]
+    for index in (2, 9):
+        assert f"RuntimeError: no verdict on {20 + index}+{30 + index}=" in log
+    assert "the reward returned None" in log
