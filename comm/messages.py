@@ -18,6 +18,7 @@
     trainer   ── StepReport(step, ...) ─────────▶ trainer 0          its part of a line of metrics
     trainer 0 ── CheckpointBegin(step) ─────────▶ trainers           the folder is there, write your part
     trainer   ── CheckpointPart(step, ledger) ──▶ trainer 0          my files are written; my ledger's state
+    generator ── Evaluating(...) ───────────────▶ trainers           still at it
     generator ── EvalResult(...) ───────────────▶ trainer 0
     trainer 0 ── Stop(stage) ───────────────────▶ all                the cascade at the end, see `ranks.shutdown`
     generator ── Bye(stage) ────────────────────▶ trainer 0
@@ -201,8 +202,6 @@ class Hello(Message, frozen=True):
     """Start-up: every rank to rank 0."""
 
     host: str
-    pid: int
-    cores: int
     facts: dict[str, str]
     """What must be the same on every rank: hashes of config, data, tokenizer; versions of the software."""
 
@@ -211,10 +210,16 @@ class Welcome(Message, frozen=True):
     """Start-up: rank 0's answer to every rank."""
 
     hosts: list[str]
-    pids: list[int]
     start_step: int
     """Optimizer steps already done when the job starts: 0, or those of the checkpoint that is resumed."""
     error: str | None = None
+
+
+class Evaluating(Message, frozen=True):
+    """An evaluation goes on: whoever waits for its end may wait longer."""
+
+    scored: int
+    total: int
 
 
 class EvalResult(Message, frozen=True):
@@ -229,9 +234,11 @@ class EvalResult(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """1: no more groups; take in `version`, evaluate, say Bye. 2: leave."""
+    """1: no more groups; take in `version`, evaluate if the run is complete, say Bye. 2: leave."""
 
     stage: int
+    complete: bool
+    """False when the run was asked to stop and will go on later."""
     version: int
     """The last version of the run."""
 

@@ -125,8 +125,9 @@ class Courier:
         nap = SHORTEST_NAP_S
         try:
             while True:
+                leaving = self._leaving.is_set()  # read first: what was submitted before it was set is done then
                 busy = self.pump()
-                if not busy and self._leaving.is_set():
+                if leaving and not busy:
                     return
                 nap = SHORTEST_NAP_S if busy else min(2 * nap, LONGEST_NAP_S)
                 if self._wake.wait(nap):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
-from headrace.ranks.heartbeat import MainState
+from headrace.comm.errors import WaitLimitError
 from headrace.ranks.tasks import Scorer, TaskSource
 from headrace.rollout.engine import Engine, Request, SamplingParams
+
+POLL_S = 0.002
 
 
 def evaluate_share(
@@ -17,34 +20,46 @@ def evaluate_share(
     params: SamplingParams,
     share: int,
     shares: int,
-    main: MainState,
+    limit_s: float,
+    on_progress: Callable[[int, int], None],
 ) -> tuple[float, int]:
     """Answer every `shares`-th held-out task greedily, with the weights the engine holds now.
 
-    A reward that fails counts as 0: an evaluation measures what the model can be credited with.
+    A reward that fails counts as 0: an evaluation measures what the model can be credited with. `on_progress` is called
+    with the number of scored tasks and of all whenever tokens or rewards have come.
 
     Returns:
         (sum of the rewards, number of tasks).
+
+    Raises:
+        WaitLimitError: neither tokens nor rewards came for `limit_s` seconds.
     """
     greedy = replace(params, temperature=0.0, top_p=1.0, top_k=0)
-    mine = list(range(share, len(tasks.held_out), shares))
-    for index in mine:
+    answers: dict[tuple[str, int], list[int]] = {}
+    for index in range(share, len(tasks.held_out), shares):
+        answers["eval", index] = []
         prompt = tasks.encode(tasks.held_out[index])
         engine.add(Request(("eval", index), prompt, greedy, (0, index, 0)))
-    answers: dict[int, list[int]] = {index: [] for index in mine}
-    total, scored = 0.0, 0
-    while scored < len(mine):
-        main.set(f"evaluating, {scored} of {len(mine)} tasks")
+    rewards: dict[tuple[str, int], float] = {}
+    moved = time.monotonic()
+    while len(rewards) < len(answers):
         chunks = engine.step()
         for chunk in chunks:
             assert isinstance(chunk.id, tuple)
-            index = chunk.id[1]
-            answers[index].extend(chunk.tokens)
+            answers[chunk.id].extend(chunk.tokens)
             if chunk.finish is not None:
-                scorer.submit(chunk.id, tasks.held_out[index], tasks.decode(answers[index]))
-        results = scorer.poll()
-        total += sum(result.reward or 0.0 for result in results)
-        scored += len(results)
-        if not chunks and not results:
-            time.sleep(0.002)
-    return total, len(mine)
+                scorer.submit(chunk.id, tasks.held_out[chunk.id[1]], tasks.decode(answers[chunk.id]))
+        # Rewards of training samples that were given up may still come in: they don't count.
+        scored = {one.key: one.reward or 0.0 for one in scorer.poll() if one.key in answers}
+        rewards |= {key: reward for key, reward in scored.items() if isinstance(key, tuple)}
+        if chunks or scored:
+            moved = time.monotonic()
+            on_progress(len(rewards), len(answers))
+        elif time.monotonic() - moved > limit_s:
+            raise WaitLimitError(
+                f"The evaluation has stood still for {limit_s:.0f} s (run.wait_limit_s), with {len(rewards)} of "
+                f"{len(answers)} held-out tasks scored on this rank."
+            )
+        else:
+            time.sleep(POLL_S)
+    return sum(rewards.values()), len(answers)

@@ -157,7 +157,7 @@ class GeneratorLoop:
         scored = self._scorer.poll()
         self._settle(scored)
         self._worked = self._generating > 0
-        return busy or bool(chunks) or bool(scored)
+        return busy or self._worked or bool(scored)
 
     def switch_version(self) -> bool:
         """Take in the newest whole version, if one is there."""
@@ -184,9 +184,9 @@ class GeneratorLoop:
         self._courier.submit(lambda: self._courier.transport.send(target, message))
 
     @property
-    def awaits_rewards(self) -> bool:
-        """Whether nothing is being generated, but finished responses have no reward yet."""
-        return bool(self._groups) and self._generating == 0
+    def waits(self) -> bool:
+        """Whether something will come that the courier doesn't announce: a reward, or a version coming into force."""
+        return bool(self._groups) or bool(self._held)
 
     def drop_all(self) -> None:
         """Give up whatever runs: the run is over."""

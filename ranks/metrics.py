@@ -51,9 +51,10 @@ def cut_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n") and json.loads(line)["step"] <= step:
-            kept.append(line)
+    # Only "\n" ends a line: texts may hold other characters that str.splitlines would split at.
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+        if json.loads(line)["step"] <= step:
+            kept.append(line + "\n")
     temporary = path.with_suffix(".writing")
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(path)
@@ -68,14 +69,17 @@ class _Pending:
 class MetricsGatherer:
     """Completes the lines; lives in the courier of trainer 0."""
 
-    def __init__(self, file: MetricsFile, trainers: int) -> None:
-        self.written = -1
+    def __init__(self, file: MetricsFile, trainers: int, start_step: int) -> None:
+        self.written = start_step - 1
         """Last step (0, 1, …) whose line is written."""
         self._file = file
         self._trainers = trainers
         self._steps: dict[int, _Pending] = {}
         self._seen: dict[int, GeneratorCounters] = {}
         self._last_time = time.monotonic()
+
+    def close(self) -> None:
+        self._file.close()
 
     def record(self, step: int, line: dict[str, Any]) -> None:
         self._steps.setdefault(step, _Pending()).record = line

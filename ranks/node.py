@@ -109,7 +109,10 @@ class LedgerNode:
         self._failures: list[Failed] = []
         self._contributed = Phase.FORMING
         self._wanted = False
+        self._asked_to_end = False
+        """Here, by `end_run`."""
         self._ending = False
+        """Known to all ledgers by the same round."""
         self._changed = True
         self._began = float("-inf")
         self._pause = SHORTEST_PAUSE_S
@@ -189,7 +192,7 @@ class LedgerNode:
 
     def end_run(self) -> None:
         """Form no further step: all ledgers then give an empty, finished one once the present step has ended."""
-        self._ending = self._changed = True
+        self._asked_to_end = self._changed = True
 
     def counts(self) -> TicketCounts:
         """Running totals of this ledger."""
@@ -220,7 +223,7 @@ class LedgerNode:
         chosen = self._chosen if self.phase is Phase.SHARING else []
         standing = self.ledger.contribute(escrow=self._wanted)
         contribution = Contribution(
-            self.phase, standing, chosen, sorted(self._undo), self.ledger.counts(), self._ending
+            self.phase, standing, chosen, sorted(self._undo), self.ledger.counts(), self._asked_to_end
         )
         self._undo = set()
         self._deliver(self._rounds.begin(msgspec.msgpack.encode(contribution)))

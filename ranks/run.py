@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.comm.exchange import ExchangeConsumer, ExchangeOwner, SampleStore
-from headrace.comm.messages import EvalResult
+from headrace.comm.messages import EvalResult, Evaluating
 from headrace.comm.service import Service
 from headrace.comm.transport import Received, Transport
 from headrace.comm.weights import Publisher, Subscriber
@@ -37,11 +37,14 @@ from headrace.ranks.trainer import LeaderDesk, StepBatch, TrainerDesk, TrainerLo
 from headrace.rollout.engine import Engine, SamplingParams
 from headrace.train.checkpoint import CheckpointStore
 
-IDLE_S = 0.25
-"""Longest nap of a main thread that has nothing to do; news end it."""
+PROGRESS_S = 5.0
+"""How often an evaluation says that it goes on, in seconds."""
 
-REWARDS_S = 0.005
-"""Nap of a generator that waits for rewards: they don't come through the courier."""
+IDLE_S = 0.25
+"""Longest sleep of a main thread with nothing to do; the courier's news end it."""
+
+SOON_S = 0.005
+"""The same while a generator waits for something that the courier doesn't announce."""
 
 
 @dataclass(slots=True)
@@ -88,6 +91,7 @@ class GeneratorRank:
         self._subscriber = subscriber
         self._store = SampleStore()
         self._nap_s = IDLE_S
+        self._said_at = 0.0
         self._desk = GeneratorDesk(rank.transport, rank.roles)
         self.courier = rank.courier([self._desk, ExchangeOwner(rank.transport, self._store), subscriber])
 
@@ -112,9 +116,16 @@ class GeneratorRank:
             rank.main,
         )
 
+        def say_progress(scored: int, total: int) -> None:
+            rank.main.set(f"evaluating, {scored} of {total} tasks")
+            if time.monotonic() - self._said_at > PROGRESS_S:
+                self._said_at = time.monotonic()
+                for trainer in rank.roles.trainers:
+                    loop.post(trainer, Evaluating(scored, total))
+
         def evaluate() -> tuple[float, int]:
             shares = len(rank.roles.generators)
-            return evaluate_share(engine, tasks, scorer, params, rank.index, shares, rank.main)
+            return evaluate_share(engine, tasks, scorer, params, rank.index, shares, limit, say_progress)
 
         evaluates = len(tasks.held_out) > 0
         rank.main.set("waiting for the first weights")
@@ -125,7 +136,7 @@ class GeneratorRank:
             loop.post(rank.roles.trainers[0], EvalResult("before", engine.version, *evaluate()))
         while self._desk.stop is None:
             if not loop.step():
-                self._nap_s = REWARDS_S if loop.awaits_rewards else IDLE_S
+                self._nap_s = SOON_S if loop.waits else IDLE_S
                 yield
         yield from end_generator(loop, self._desk, rank.roles.trainers[0], evaluate if evaluates else None, limit)
         yield from await_stop(self._desk, 2 * limit)
@@ -159,7 +170,7 @@ class TrainerRank:
     def _make_leader(self) -> LeaderDesk:
         rank = self._rank
         file = MetricsFile(rank.folder, rank.start_step)
-        leader = LeaderDesk(MetricsGatherer(file, len(rank.roles.trainers)))
+        leader = LeaderDesk(MetricsGatherer(file, len(rank.roles.trainers), rank.start_step))
         leader.on_evaluation = lambda label: _write_evaluation(rank, leader, label)
         return leader
 
@@ -220,8 +231,11 @@ class TrainerRank:
                 yield
         rank.main.set("ending the run")
         if leader is not None:
-            yield from lead_end(leader, self.courier, rank.roles, loop.version, loop.version - 1, limit)
-        yield from await_stop(self._desk, 2 * limit)
+            complete = not rank.stop.is_set()
+            yield from lead_end(leader, self._desk, self.courier, rank.roles, loop.version, complete, limit)
+        yield from await_stop(self._desk, 2 * limit, lambda: self._desk.evaluated_at)
+        if leader is not None:
+            self.courier.call(leader.metrics.close, limit)
 
     def wait(self) -> None:
         self.courier.news.wait(IDLE_S)

@@ -1,7 +1,8 @@
 """The end of a run, as a cascade. Every step has a limit, and the message of a limit names who is waited for.
 
 1. Trainers: the last step is trained, its weights are published, the last checkpoint is whole.
-2. Trainer 0 sends Stop(1, version): each generator drops what runs, takes in that version, evaluates, says Bye.
+2. Trainer 0 sends Stop(1): each generator drops what runs, takes in the last version, evaluates it unless the run is to
+   go on later, and says Bye.
 3. Trainer 0 has every Bye and every line of metrics: it sends Stop(2) to all ranks.
 4. Every rank: its heartbeat says that it leaves, its courier sends what is left and ends, its reward processes end.
 5. All ranks meet in a last barrier and leave MPI.
@@ -25,43 +26,54 @@ from headrace.ranks.trainer import LeaderDesk, TrainerDesk
 Evaluate = Callable[[], tuple[float, int]]
 
 
-def until(done: Callable[[], bool], limit_s: float, what: Callable[[], str]) -> Iterator[None]:
-    """Yield until done.
+def until(
+    done: Callable[[], bool], limit_s: float, what: Callable[[], str], progress: Callable[[], float] = lambda: 0.0
+) -> Iterator[None]:
+    """Yield until done. `progress` is the monotonic time of the last sign that it goes on: the limit counts from there.
 
     Raises:
         WaitLimitError: not within the limit; the message says what was waited for.
     """
-    deadline = time.monotonic() + limit_s
+    began = time.monotonic()
     while not done():
-        if time.monotonic() > deadline:
+        if time.monotonic() > max(began, progress()) + limit_s:
             raise WaitLimitError(f"Waited {limit_s:.0f} s (run.wait_limit_s) for {what()}.")
         yield
 
 
 def lead_end(
-    leader: LeaderDesk, courier: Courier, roles: RoleMap, version: int, last_line: int, limit_s: float
+    leader: LeaderDesk,
+    desk: TrainerDesk,
+    courier: Courier,
+    roles: RoleMap,
+    version: int,
+    complete: bool,
+    limit_s: float,
 ) -> Iterator[None]:
-    """Steps 2 and 3, on trainer 0."""
+    """Steps 2 and 3, on trainer 0; `complete` unless the run was asked to stop and will go on later."""
 
     def send(targets: tuple[int, ...], stage: int) -> None:
         for rank in targets:
-            courier.submit(lambda rank=rank: courier.transport.send(rank, Stop(stage, version)))  # type: ignore[misc]
+            courier.submit(lambda rank=rank: courier.transport.send(rank, Stop(stage, complete, version)))  # type: ignore[misc]
 
     def missing() -> str:
         absent = [roles.name(rank) for rank in roles.generators if rank not in leader.gone]
         return f"the end of {', '.join(absent) or 'the metrics of the last step'}"
 
+    def over() -> bool:
+        return len(leader.gone) == len(roles.generators) and leader.metrics.written >= version - 1
+
     send(roles.generators, 1)
-    yield from until(
-        lambda: len(leader.gone) == len(roles.generators) and leader.metrics.written >= last_line, limit_s, missing
-    )
+    yield from until(over, limit_s, missing, lambda: desk.evaluated_at)
     send(tuple(range(len(roles.hosts))), 2)
 
 
-def await_stop(desk: TrainerDesk | GeneratorDesk, limit_s: float) -> Iterator[None]:
+def await_stop(
+    desk: TrainerDesk | GeneratorDesk, limit_s: float, progress: Callable[[], float] = lambda: 0.0
+) -> Iterator[None]:
     """Wait for Stop(2)."""
     yield from until(
-        lambda: desk.stop is not None and desk.stop.stage == 2, limit_s, lambda: "trainer 0 to end the run"
+        lambda: desk.stop is not None and desk.stop.stage == 2, limit_s, lambda: "trainer 0 to end the run", progress
     )
 
 
@@ -73,6 +85,6 @@ def end_generator(
     assert stop is not None
     loop.drop_all()
     yield from until(lambda: loop.reached(stop.version), limit_s, lambda: f"version {stop.version} of the weights")
-    if evaluate is not None:
+    if evaluate is not None and stop.complete:
         loop.post(leader, EvalResult("after", loop.engine.version, *evaluate()))
     loop.post(leader, Bye(1))

@@ -27,13 +27,14 @@ from typing import TYPE_CHECKING
 import yaml
 
 from headrace.comm.errors import WaitLimitError
+from headrace.comm.messages import Hello
 from headrace.comm.mpi import MpiTransport, check_threads, check_world
 from headrace.ranks.build import build_generator, build_trainer, link, load_data, start_step_of
 from headrace.ranks.config import JobConfig
 from headrace.ranks.failure import Failure, open_log, write_pid
 from headrace.ranks.heartbeat import LEAVING, MainState
 from headrace.ranks.run import Rank, run_main
-from headrace.ranks.startup import hello_of, meet
+from headrace.ranks.startup import meet
 from headrace.ranks.topology import plan_roles
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 STOPPED = 75
 """Exit status of a job that was asked to stop and left a checkpoint (EX_TEMPFAIL: try again later)."""
 
+POLL_S = 0.002
 LEAVE_LIMIT_S = 60.0
 """Longest time for the last messages and the last barrier."""
 
@@ -57,16 +59,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         start_reward_server()
     from mpi4py import MPI
 
-    comm = MPI.COMM_WORLD.Dup()
+    world = MPI.COMM_WORLD
     attempt = config.run.folder / f"attempt_{options.attempt:02d}"
-    fail = Failure(attempt, comm.Get_rank(), MPI.COMM_WORLD.Abort)
+    fail = Failure(attempt, world.Get_rank(), world.Abort)
     try:
         check_threads()
-        check_world(comm, options.ranks)
-        fail.terminal = terminal = open_log(attempt, comm.Get_rank())
-        write_pid(attempt, comm.Get_rank())
+        check_world(world, options.ranks)
+        attempt.mkdir(parents=True, exist_ok=True)
+        fail.terminal = terminal = open_log(attempt, world.Get_rank())
+        write_pid(attempt, world.Get_rank())
         fail.watch_threads()
         stop = _stop_on_signals()
+        comm, request = world.Idup()
+        _complete(request, config.run.wait_limit_s, "Other ranks haven't started MPI")
         _run(comm, config, options.resume, fail, terminal.write, stop)
     except BaseException as error:
         fail(error)
@@ -104,7 +109,7 @@ def _run(
     rank = comm.Get_rank()
     data = load_data(config)
     transport = MpiTransport(comm)
-    hello = hello_of(_facts(config) | data.facts, socket.gethostname())
+    hello = Hello(socket.gethostname(), _facts(config) | data.facts)
     welcome, early = meet(transport, hello, start_step_of(config, resume), config.run.wait_limit_s)
     roles = plan_roles(welcome.hosts, config.ranks)
 
@@ -142,12 +147,16 @@ def _facts(config: JobConfig) -> dict[str, str]:
 
 def _leave(comm: MPI.Comm) -> None:
     """Meet all ranks once more, so that nobody closes MPI while another still sends; then leave."""
-    request = comm.Ibarrier()
-    deadline = time.monotonic() + LEAVE_LIMIT_S
-    while not request.Test():
-        if time.monotonic() > deadline:
-            raise WaitLimitError(f"The other ranks haven't reached the end of the job within {LEAVE_LIMIT_S:.0f} s.")
-        time.sleep(0.002)
+    _complete(comm.Ibarrier(), LEAVE_LIMIT_S, "Other ranks haven't reached the end of the job")
     from mpi4py import MPI
 
     MPI.Finalize()
+
+
+def _complete(request: MPI.Request, limit_s: float, complaint: str) -> None:
+    """Wait for a collective of all ranks, within a limit."""
+    deadline = time.monotonic() + limit_s
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise WaitLimitError(f"{complaint} within {limit_s:.0f} s; look at the ends of their logs.")
+        time.sleep(POLL_S)

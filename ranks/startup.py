@@ -1,6 +1,6 @@
 """The first exchange of a job: who is there, and does everybody mean the same job?
 
-    every rank ── Hello(host, pid, cores, facts) ──▶ rank 0     waits at most wait_limit_s, names who is missing
+    every rank ── Hello(host, facts) ──▶ rank 0     waits at most wait_limit_s, names who is missing
     rank 0     ── Welcome(hosts, …, error) ────────▶ every rank the role map follows from the hosts
 
 Runs on the main thread, before the courier exists; messages of faster ranks that come in meanwhile are kept for it.
@@ -8,7 +8,6 @@ Runs on the main thread, before the courier exists; messages of faster ranks tha
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 
@@ -59,7 +58,7 @@ def _gather(transport: Transport, own: Hello, start_step: int, limit_s: float) -
             )
         time.sleep(POLL_S)
     ordered = [hellos[rank] for rank in range(transport.size)]
-    return Welcome([h.host for h in ordered], [h.pid for h in ordered], start_step, disagreement(ordered))
+    return Welcome([hello.host for hello in ordered], start_step, disagreement(ordered))
 
 
 def disagreement(hellos: list[Hello]) -> str | None:
@@ -97,7 +96,3 @@ def _await(
         if time.monotonic() > deadline:
             raise WaitLimitError(f"{complaint} within {limit_s:.0f} s while the job was starting (run.wait_limit_s).")
         time.sleep(POLL_S)
-
-
-def hello_of(facts: dict[str, str], host: str) -> Hello:
-    return Hello(host, os.getpid(), len(os.sched_getaffinity(0)), facts)

@@ -60,7 +60,7 @@ class LedgerSpec(msgspec.Struct, frozen=True):
 
     def credits_at(self, step: int) -> int:
         """Credits plus outstanding tickets before `step`: no more than the rest of the run needs."""
-        return min(self.credits, (self.steps - step) * self.groups_per_step)
+        return max(0, min(self.credits, (self.steps - step) * self.groups_per_step))
 
     @property
     def _periods(self) -> Fraction:

@@ -30,6 +30,7 @@ from headrace.comm.messages import (
     CheckpointBegin,
     CheckpointPart,
     EvalResult,
+    Evaluating,
     Message,
     Release,
     StepReport,
@@ -63,7 +64,7 @@ class StepBatch:
 class TrainerDesk:
     """The courier's side of a trainer: pulls the data of a formed step and hands the batch to the main thread."""
 
-    handles: ClassVar[tuple[type[Message], ...]] = (CheckpointBegin, Stop)
+    handles: ClassVar[tuple[type[Message], ...]] = (CheckpointBegin, Evaluating, Stop)
 
     def __init__(self, transport: Transport, node: LedgerNode, consumer: ExchangeConsumer, index: int) -> None:
         self.batches: deque[StepBatch] = deque()
@@ -73,6 +74,8 @@ class TrainerDesk:
         self._node = node
         self._consumer = consumer
         self._index = index
+        self.evaluated_at = 0.0
+        """When a generator last said that it is evaluating, by the monotonic clock."""
         self._failures = 0
         self._last_failure = ""
         self._formed: FormedStep | None = None
@@ -83,6 +86,8 @@ class TrainerDesk:
         match received.message:
             case CheckpointBegin(step):
                 self.checkpoints.append(step)
+            case Evaluating():
+                self.evaluated_at = now
             case Stop() as stop:
                 self.stop = stop
 
@@ -203,12 +208,12 @@ class TrainerLoop:
         self._on_step = on_step
         self._on_end = on_end
         self._record = record
-        self._ended_at = time.monotonic()
+        self._ended_at = self._free_at = time.monotonic()
 
     def start(self) -> None:
         """Publish the weights that the run starts with; generators hold their tickets until these are there."""
         self._publish(self.version)
-        self._ended_at = time.monotonic()
+        self._ended_at = self._free_at = time.monotonic()
         if self.version >= self._steps:
             self.done = True
 
@@ -226,7 +231,7 @@ class TrainerLoop:
         return True
 
     def _check_wait(self) -> None:
-        waited = time.monotonic() - self._ended_at
+        waited = time.monotonic() - max(self._free_at, self._desk.evaluated_at)
         if waited > self._wait_limit:
             about = self._courier.call(self._desk.describe, self._wait_limit)
             raise WaitLimitError(
@@ -249,7 +254,7 @@ class TrainerLoop:
         synced = time.monotonic()
         self._courier.submit(lambda: self._end_step(batch, step, published))
         times = {
-            "wait": begin - self._ended_at,
+            "wait": begin - self._free_at,
             "train": trained - begin,
             "sync": synced - trained,
             "wall": synced - self._ended_at,
@@ -257,6 +262,7 @@ class TrainerLoop:
         self._ended_at = synced
         self._report(batch, step, times, stats)
         self._on_step(batch, step)
+        self._free_at = time.monotonic()
         if last:
             self.done = True
             self._on_end(self.version)

@@ -8,12 +8,12 @@ import time
 import pytest
 
 from headrace.comm.errors import HeadraceError, PeerLostError, WaitLimitError
-from headrace.comm.messages import Ask, Bye, Heartbeat
+from headrace.comm.messages import Ask, Bye, Heartbeat, Hello
 from headrace.comm.simulated import SimulatedNetwork
 from headrace.ranks.config import RanksConfig
 from headrace.ranks.courier import Courier
 from headrace.ranks.heartbeat import LEAVING, Heartbeats, MainState
-from headrace.ranks.startup import disagreement, hello_of, meet
+from headrace.ranks.startup import disagreement, meet
 from headrace.ranks.topology import plan_roles
 
 
@@ -126,7 +126,7 @@ def meet_in_threads(network, facts, limit=5.0, absent=()):
 
     def one(rank):
         try:
-            results[rank] = meet(network.transport(rank), hello_of(facts(rank), f"host{rank}"), 3, limit)
+            results[rank] = meet(network.transport(rank), Hello(f"host{rank}", facts(rank)), 3, limit)
         except HeadraceError as error:
             results[rank] = error
 
@@ -159,4 +159,4 @@ def test_a_rank_that_never_arrives_is_named():
 
 
 def test_equal_facts_are_no_disagreement():
-    assert disagreement([hello_of({"a": "1"}, "x"), hello_of({"a": "1"}, "y")]) is None
+    assert disagreement([Hello("x", {"a": "1"}), Hello("y", {"a": "1"})]) is None

@@ -283,3 +283,23 @@ def test_counts_of_several_ledgers_add_up() -> None:
     one, two = TicketCounts(5, 1, 0, 1, 2, 1, 0, {"a": 1}), TicketCounts(3, 1, 0, 2, 0, 0, 4, {"a": 1, "b": 1})
     assert one + two == TicketCounts(8, 2, 0, 3, 2, 1, 4, {"a": 2, "b": 1})
     assert (one + two).balanced
+
+
+@pytest.mark.parametrize("ledgers", [1, 2, 3])
+@pytest.mark.parametrize("wait", [0.0, 0.002, 0.006, 0.011])
+def test_a_request_to_end_is_kept_even_in_the_middle_of_a_round(ledgers: int, wait: float) -> None:
+    job = Job(spec(2), ledgers)
+    job.run_step(room=2)
+    for node in job.nodes:
+        node.end_step(0, published=True)
+    job.say(Ask(2))
+    job.pass_time(wait)
+    for node in job.nodes:
+        node.end_run()
+    job.pass_time(1.0)
+    ends = [node.take_formed() for node in job.nodes]
+    assert all(end is not None and end.finished and end.step == 1 for end in ends)
+
+
+def test_a_run_that_is_resumed_beyond_its_last_step_has_no_credits() -> None:
+    assert spec(4, steps=3).credits_at(3) == spec(4, steps=3).credits_at(5) == 0
