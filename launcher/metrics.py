@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 Row = dict[str, Any]
 
 
-@dataclass
 class MetricsTail:
-    """Follows a file that another process appends to."""
+    """Follows the metrics of one attempt: the ranks cut the file back to their checkpoint, then append to it.
 
-    file: Path
-    offset: int = 0
-    """Bytes read so far."""
+    What is there at first is of attempts before and doesn't count. Nor do, of the file that was cut back, the rows of
+    the first `done` steps: they were kept from those attempts.
+    """
 
-    @classmethod
-    def at_end(cls, file: Path) -> Self:
-        """Follow from here on: lines that are there already don't count."""
-        return cls(file, file.stat().st_size if file.exists() else 0)
+    def __init__(self, file: Path, done: int = 0) -> None:
+        self._file = file
+        self._last_step = done
+        self._inode, self._offset = (file.stat().st_ino, file.stat().st_size) if file.exists() else (0, 0)
 
-    def new_rows(self) -> Iterator[Row]:
+    def new_rows(self) -> list[Row]:
         """The rows that were completed since the last call; a line without its end stays for the next."""
-        if not self.file.is_file():
-            return
-        if self.file.stat().st_size < self.offset:
-            self.offset = 0  # a resumed run has cut the file back to its checkpoint
-        with open(self.file, "rb") as file:
-            file.seek(self.offset)
+        if not self._file.is_file():
+            return []
+        rows = [row for row in _whole_rows(self._read_on()) if row["step"] > self._last_step]
+        self._last_step = max([self._last_step, *(row["step"] for row in rows)])
+        return rows
+
+    def _read_on(self) -> bytes:
+        """What follows the last whole line that was read; everything if the file was cut back or replaced."""
+        with open(self._file, "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._inode, self._offset = status.st_ino, 0
+            file.seek(self._offset)
             data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        yield from (json.loads(line) for line in whole.splitlines() if line.strip())
+        self._offset += data.rfind(b"\n") + 1
+        return data
 
 
 def read_rows(file: Path) -> list[Row]:
     """All whole rows of a metrics file; none if there is no file."""
-    return list(MetricsTail(file).new_rows())
+    return _whole_rows(file.read_bytes()) if file.is_file() else []
+
+
+def _whole_rows(data: bytes) -> list[Row]:
+    whole = data[: data.rfind(b"\n") + 1]
+    return [json.loads(line) for line in whole.splitlines() if line.strip()]

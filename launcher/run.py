@@ -43,6 +43,10 @@ KILLED = 1
 """Exit status of a job that failed and whose other ranks then had to be killed."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR2)
+"""What asks the ranks to stop (see `MpiInstallation.stop_signal`), and ends one that has no handler for it yet."""
+
 POLL_S = 0.1
 TAIL_LINES = 200
 PR_SET_PDEATHSIG = 1
@@ -77,7 +81,7 @@ class Outcome:
     status: int
     """Exit status of the ranks, 128 + signal if one was killed, or if the job was stopped without a checkpoint."""
     failure: Failure | None
-    """What failed first; None if nothing did or if the job was stopped on request."""
+    """What failed first; None if nothing did, or if the job ended as asked or was killed after it was asked to stop."""
 
 
 @dataclass
@@ -171,7 +175,10 @@ class Job:
             kill_job(self.name)
 
     def _failing(self) -> bool:
-        return any(self.attempt.folder.glob("error_*.txt")) or any("BAD TERMINATION" in line for line in self.tail)
+        return self._has_errors() or any("BAD TERMINATION" in line for line in self.tail)
+
+    def _has_errors(self) -> bool:
+        return any(self.attempt.folder.glob("error_*.txt"))
 
     @contextlib.contextmanager
     def _handlers(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
@@ -194,10 +201,15 @@ class Job:
         status = exit_status(returncode, self.tail)
         if status == 0:
             return Outcome(0, None)
-        if self.stopped_by is not None:
+        if self.stopped_by is not None and not self._failed_while_stopping(status):
             return Outcome(STOPPED if status == STOPPED else 128 + self.stopped_by, None)
         status = KILLED if self.killed else status
         return Outcome(status, first_failure(self.attempt, status, watch.deaths, list(self.tail)))
+
+    def _failed_while_stopping(self, status: int) -> bool:
+        """Whether the ranks, asked to stop, ended by an error or a crash of their own, for instance on a full disk."""
+        crashed = status > 128 and status - 128 not in PASSED_ON
+        return not self.killed and (self._has_errors() or crashed)
 
 
 def exit_status(returncode: int, output: Sequence[str]) -> int:

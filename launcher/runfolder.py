@@ -25,6 +25,9 @@ from headrace.comm.errors import ConfigError, HeadraceError
 from headrace.launcher.config import Config, dump, read_yaml
 from headrace.train.checkpoint import CheckpointStore
 
+RECORDS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
+"""What the steps of a run leave behind, beside checkpoints."""
+
 MAY_CHANGE = (
     "run.name",
     "run.dir",
@@ -101,7 +104,8 @@ def check_resume(config: Config) -> list[str]:
     """The changes, as `key old → new`, with which the run in the config's folder is to go on.
 
     Raises:
-        ConfigError: there is no such run, or a key changed that a run can't change on its way.
+        ConfigError: there is no such run, a key changed that a run can't change on its way, or the run is past
+            `run.steps` already.
     """
     folder = config.run.folder
     if not (folder / "config.yaml").is_file():
@@ -113,6 +117,11 @@ def check_resume(config: Config) -> list[str]:
         raise ConfigError(
             f"--resume: the run in {folder} was started with other values: {'; '.join(refused)}. Set them back to go "
             "on with it, or start a new run by --fresh."
+        )
+    if config.run.steps < (done := steps_done(folder)):
+        raise ConfigError(
+            f"--resume: run.steps={config.run.steps}, but the run in {folder} has a checkpoint of step {done} already: "
+            f"a run doesn't go back. Set run.steps to {done} or more to go on with it, or start a new run by --fresh."
         )
     return list(changes.values())
 
@@ -129,6 +138,11 @@ def checkpoints(run: Path) -> dict[int, Path]:
     """The whole checkpoints of a run by step, oldest first."""
     store = CheckpointStore(run / "checkpoints", keep=1)
     return {step: store.path(step) for step in store.steps()}
+
+
+def steps_done(run: Path) -> int:
+    """The step of the newest whole checkpoint, from which a resumed run goes on; 0 if there is none."""
+    return max(checkpoints(run), default=0)
 
 
 def begin_attempt(config: Config) -> Attempt:
@@ -153,12 +167,12 @@ def write_job(attempt: Attempt, config: Config) -> None:
         _write(attempt.job_file, dump(config.job()))
 
 
-def set_aside_metrics(attempt: Attempt) -> None:
-    """Begin a run again from its first step: the metrics of the attempt before move into its folder."""
-    metrics = attempt.run / "metrics.jsonl"
-    if metrics.exists():
-        with writing(attempt.run):
-            metrics.rename(Attempt(attempt.run, attempt.number - 1).folder / "metrics.jsonl")
+def set_aside_records(attempt: Attempt) -> None:
+    """Begin a run again from its first step: the records of the attempt before move into its folder."""
+    before = Attempt(attempt.run, attempt.number - 1)
+    with writing(attempt.run):
+        for record in filter(Path.exists, (attempt.run / name for name in RECORDS)):
+            record.rename(before.folder / record.name)
 
 
 @contextmanager

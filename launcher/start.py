@@ -20,9 +20,9 @@ from headrace.launcher.runfolder import (
     begin_attempt,
     check_new,
     check_resume,
-    checkpoints,
     fresh_config,
-    set_aside_metrics,
+    set_aside_records,
+    steps_done,
     write_job,
 )
 from headrace.launcher.view import PlainView, make_view, ticking
@@ -54,11 +54,11 @@ def run_job(config: Config, resume: bool, fresh: bool, program: Sequence[str] = 
         program: what the ranks' Python runs; it gets the job file and the options of `headrace.ranks`.
     """
     installation = choose_mpi(config.launch.mpi, clean(os.environ))
-    config, attempt, resume = _prepare(config, resume, fresh)
-    with make_view(attempt.run, config.run.steps) as view:
+    config, attempt, done = _prepare(config, resume, fresh)
+    with make_view(attempt.run, config.run.steps, done) as view:
         ranks = config.ranks.trainers + config.ranks.generators
         python = config.launch.python or Path(sys.executable)
-        options = ["--attempt", str(attempt.number), "--ranks", str(ranks), *(["--resume"] if resume else [])]
+        options = ["--attempt", str(attempt.number), "--ranks", str(ranks), *(["--resume"] if done else [])]
         order = Order(
             installation=installation,
             ranks=ranks,
@@ -79,11 +79,11 @@ def debug_job(config: Config, resume: bool, fresh: bool) -> None:
     """Run one generator and one trainer by turns in this process, without MPI."""
     from headrace.ranks.debug import run_debug
 
-    config, attempt, resume = _prepare(config, resume, fresh)
-    view = PlainView(attempt.run, config.run.steps)
+    config, attempt, done = _prepare(config, resume, fresh)
+    view = PlainView(attempt.run, config.run.steps, done)
     with view, ticking(view):
         view.line(f"run folder {attempt.run}, both roles in this process")
-        run_debug(config.job(), attempt.run, resume, view.line)
+        run_debug(config.job(), attempt.run, done > 0, view.line)
     _draw(attempt.run)
 
 
@@ -104,10 +104,11 @@ def check_inputs(config: Config) -> None:
         raise ConfigError(f"launch.python: {python} isn't a program that can be started.")
 
 
-def _prepare(config: Config, resume: bool, fresh: bool) -> tuple[Config, Attempt, bool]:
+def _prepare(config: Config, resume: bool, fresh: bool) -> tuple[Config, Attempt, int]:
     """Everything before the first rank: inputs checked, run folder made, the initial model there.
 
-    Returns the config with the model's folder in it, and whether there is a checkpoint to go on from.
+    Returns the config with the model's folder in it, the attempt, and the step of the checkpoint to go on from; 0 where
+    the run begins.
     """
     if resume and fresh:
         raise ConfigError("--resume goes on with a run, --fresh begins another one: give one of them.")
@@ -119,15 +120,15 @@ def _prepare(config: Config, resume: bool, fresh: bool) -> tuple[Config, Attempt
     else:
         check_new(config)
     attempt = begin_attempt(config)
-    from_checkpoint = resume and bool(checkpoints(attempt.run))
-    if resume and not from_checkpoint:
+    done = steps_done(attempt.run)
+    if resume and not done:
         print("no checkpoint was written yet: starting from the beginning")
-        set_aside_metrics(attempt)
+        set_aside_records(attempt)
     for change in changes:
         print(f"changed since the last attempt: {change}")
     config = _with_initial_model(config, attempt.run)
     write_job(attempt, config)
-    return config, attempt, from_checkpoint
+    return config, attempt, done
 
 
 def _with_initial_model(config: Config, run: Path) -> Config:
@@ -144,10 +145,17 @@ def _tell_end(attempt: Attempt, outcome: Outcome) -> None:
         _draw(attempt.run)
     if outcome.failure is not None:
         print(outcome.failure, file=sys.stderr)
-    elif outcome.status == STOPPED:
-        print("headrace: stopped after a checkpoint; go on by --resume.", file=sys.stderr)
     elif outcome.status != 0:
-        print("headrace: stopped; --resume goes on from the last checkpoint.", file=sys.stderr)
+        print(f"headrace: {_stopped(outcome.status, steps_done(attempt.run))}", file=sys.stderr)
+
+
+def _stopped(status: int, done: int) -> str:
+    """What was left by a job that was asked to stop, and what --resume makes of it."""
+    if not done:
+        return "stopped before the first checkpoint; --resume begins the run again."
+    if status == STOPPED:
+        return f"stopped after the checkpoint of step {done}; go on by --resume."
+    return f"stopped; --resume goes on from the last checkpoint, of step {done}."
 
 
 def _draw(run: Path) -> None:

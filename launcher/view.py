@@ -34,9 +34,9 @@ class View(AbstractContextManager["View"], Protocol):
     def tick(self) -> None: ...
 
 
-def make_view(run: Path, steps: int) -> View:
-    """The view that suits stdout."""
-    return LiveView(run, steps) if sys.stdout.isatty() else PlainView(run, steps)
+def make_view(run: Path, steps: int, done: int = 0) -> View:
+    """The view that suits stdout, for a run of `steps` steps of which `done` were done before."""
+    return LiveView(run, steps, done) if sys.stdout.isatty() else PlainView(run, steps, done)
 
 
 @contextmanager
@@ -120,8 +120,8 @@ def duration(seconds: float) -> str:
 class PlainView:
     """One line per step."""
 
-    def __init__(self, run: Path, steps: int) -> None:
-        self._tail = MetricsTail.at_end(run / "metrics.jsonl")
+    def __init__(self, run: Path, steps: int, done: int = 0) -> None:
+        self._tail = MetricsTail(run / "metrics.jsonl", done)
         self._steps = steps
         self._clock = Clock(steps)
 
@@ -147,8 +147,8 @@ class PlainView:
 class LiveView:
     """A table of the last steps that stays at the bottom of the terminal."""
 
-    def __init__(self, run: Path, steps: int, console: Console | None = None) -> None:
-        self._tail = MetricsTail.at_end(run / "metrics.jsonl")
+    def __init__(self, run: Path, steps: int, done: int = 0, console: Console | None = None) -> None:
+        self._tail = MetricsTail(run / "metrics.jsonl", done)
         self._steps = steps
         self._clock = Clock(steps)
         self._rows: deque[list[str]] = deque(maxlen=SHOWN_ROWS)
@@ -168,7 +168,7 @@ class LiveView:
         self._live.console.print(Text(text), soft_wrap=True)
 
     def tick(self) -> None:
-        rows = list(self._tail.new_rows())
+        rows = self._tail.new_rows()
         for row in rows:
             left = self._clock.left(row, time.monotonic())
             figures = [column.text(row) or "–" for column in COLUMNS]

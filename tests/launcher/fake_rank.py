@@ -1,6 +1,7 @@
 """Stands in for `headrace.ranks` in the tests of the launcher: FAKE_MODE says how the ranks behave.
 
-It does what the contract asks of a rank: log, pid file, error file, exit status 75 after a stop signal.
+It does what the contract asks of a rank: log, pid file, error file, exit status 75 after a stop signal. A mode `late_…`
+fails after that signal.
 """
 
 import json
@@ -46,10 +47,13 @@ def main() -> None:
     if rank == 1:
         time.sleep(0.3)
         fail(mode, folder, comm)
-    if mode in ("sleep", "deaf", "child") or (mode not in ("ok", "environment", "metrics") and rank != 1):
+    waits = mode in ("sleep", "deaf", "child") or mode.startswith("late_")
+    if waits or (mode not in ("ok", "environment", "metrics") and rank != 1):
         end = time.monotonic() + 100
         while time.monotonic() < end and not stopped:
             time.sleep(0.02)
+    if rank == 1 and stopped:
+        fail(mode.removeprefix("late_"), folder, comm)
     comm.Barrier()
     sys.exit(STOPPED if stopped else 0)
 

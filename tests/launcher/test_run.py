@@ -73,6 +73,41 @@ def test_a_stop_signal_lets_every_rank_end_cleanly(launch: Launch, mpi: str, num
 
 
 @both
+@pytest.mark.parametrize(
+    ("mode", "status", "cause"),
+    [
+        ("late_error", 7, "Rank 1 failed: The tokenizer has no end of text. Choose another model."),
+        ("late_kill", 128 + signal.SIGKILL, "was ended by signal 9 (SIGKILL)"),
+    ],
+)
+def test_a_rank_that_fails_while_the_job_is_stopping_is_quoted(
+    launch: Launch, mpi: str, mode: str, status: int, cause: str
+) -> None:
+    job = launch(mpi, mode)
+    job.until_up()
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == status
+    errors = job.errors.read_text()
+    assert cause in errors
+    assert "headrace: stopped" not in errors
+
+
+@pytest.mark.parametrize("mode", ["sleep", "deaf"])
+@pytest.mark.parametrize("step", [0, 20])
+def test_what_resume_will_do_follows_from_the_checkpoints_that_are_there(launch: Launch, mode: str, step: int) -> None:
+    job = launch("mpich", mode, overrides=("launch.stop_within_s=1",))
+    job.until_up()
+    if step:
+        store = CheckpointStore(job.run / "checkpoints", keep=2)
+        store.begin(step)
+        store.commit(step, {"step": step})
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(10) == (STOPPED if mode == "sleep" else 128 + signal.SIGTERM)
+    expected = f"of step {step}" if step else "before the first checkpoint; --resume begins the run again"
+    assert expected in job.errors.read_text()
+
+
+@both
 def test_a_second_ctrl_c_kills_ranks_that_ignore_the_first(launch: Launch, mpi: str) -> None:
     job = launch(mpi, "deaf")
     job.until_up()

@@ -11,7 +11,16 @@ from headrace.comm.errors import ConfigError, DataError
 from headrace.launcher.config import Config, validate
 from headrace.launcher.export import export
 from headrace.launcher.models import make_tiny_model
-from headrace.launcher.runfolder import begin_attempt, check_new, check_resume, checkpoints, flatten, fresh_config
+from headrace.launcher.runfolder import (
+    RECORDS,
+    begin_attempt,
+    check_new,
+    check_resume,
+    checkpoints,
+    flatten,
+    fresh_config,
+    set_aside_records,
+)
 from headrace.ranks.config import TinyModelConfig
 from headrace.train.checkpoint import CheckpointStore
 
@@ -58,6 +67,30 @@ def test_a_resumed_run_may_not_change_the_rest(change: dict[str, object]) -> Non
     begin_attempt(config())
     with pytest.raises(ConfigError, match="started with other values: run"):
         check_resume(config(**change, steps=99))
+
+
+@pytest.mark.parametrize("steps", [20, 21])
+def test_a_run_goes_on_to_a_step_that_is_not_behind_it(steps: int) -> None:
+    checkpoint(begin_attempt(config()).run, 20, [])
+    assert check_resume(config(steps=steps)) == [f"run.steps 60 → {steps}"]
+
+
+def test_a_run_does_not_go_back() -> None:
+    for step in (20, 40):
+        checkpoint(begin_attempt(config()).run, step, [])
+    with pytest.raises(ConfigError, match=r"run\.steps=39, but .* runs/x has a checkpoint of step 40 already") as error:
+        check_resume(config(steps=39))
+    assert "\n" not in str(error.value)
+
+
+def test_the_records_of_steps_that_are_done_again_move_to_their_attempt() -> None:
+    first = begin_attempt(config())
+    for name in RECORDS[1:]:
+        (first.run / name).write_text(name)
+    set_aside_records(begin_attempt(config()))
+    assert not any((first.run / name).exists() for name in RECORDS)
+    assert {file.name for file in first.folder.iterdir()} == {"samples.jsonl", "evaluations.jsonl"}
+    assert (first.folder / "samples.jsonl").read_text() == "samples.jsonl"
 
 
 def test_leaves_by_dotted_path() -> None:

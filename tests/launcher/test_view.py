@@ -40,22 +40,48 @@ def append(file: Path, *rows: dict[str, Any]) -> None:
 def test_a_line_counts_once_it_is_whole(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     tail = MetricsTail(file)
-    assert list(tail.new_rows()) == []
+    assert tail.new_rows() == []
     file.write_text('{"step": 1}\n{"st')
-    assert list(tail.new_rows()) == [{"step": 1}]
+    assert tail.new_rows() == [{"step": 1}]
     with open(file, "a") as stream:
         stream.write('ep": 2}\n')
-    assert list(tail.new_rows()) == [{"step": 2}]
-    assert list(tail.new_rows()) == []
+    assert tail.new_rows() == [{"step": 2}]
+    assert tail.new_rows() == []
     assert read_rows(file) == [{"step": 1}, {"step": 2}]
 
 
-def test_a_file_that_was_cut_back_is_read_again(tmp_path: Path) -> None:
-    append(tmp_path / "m", row(1), row(2))
-    tail = MetricsTail(tmp_path / "m")
-    assert len(list(tail.new_rows())) == 2
-    (tmp_path / "m").write_text('{"step": 1}\n')
-    assert list(tail.new_rows()) == [{"step": 1}]
+@pytest.mark.parametrize("appended", [0, 1, 10])
+def test_a_resumed_run_shows_its_own_steps_only(tmp_path: Path, appended: int) -> None:
+    """The ranks cut the file back to the checkpoint of step 3, and may have gone on before the next look at it."""
+    file = tmp_path / "metrics.jsonl"
+    append(file, *map(row, range(1, 6)))
+    tail = MetricsTail(file, done=3)
+    assert tail.new_rows() == []
+    append(tmp_path / "cut", *map(row, range(1, 4)), *(row(step, again=True) for step in range(4, 4 + appended)))
+    (tmp_path / "cut").replace(file)
+    assert tail.new_rows() == [row(step, again=True) for step in range(4, 4 + appended)]
+    append(file, row(4 + appended))
+    assert tail.new_rows() == [row(4 + appended)]
+
+
+def test_the_time_left_after_a_resume_follows_the_pace_of_this_attempt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("headrace.launcher.view.time.monotonic", lambda: now)
+    file = tmp_path / "metrics.jsonl"
+    append(file, *map(row, range(1, 41)))
+    with PlainView(tmp_path, 60, done=20) as view:
+        file.write_text("".join(json.dumps(row(step)) + "\n" for step in range(1, 21)))
+        view.tick()
+        for step in (21, 22):
+            now += 2.0
+            append(file, row(step))
+            view.tick()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 21/60")
+    assert "left" not in first
+    assert second.endswith(", 1:16 left")
 
 
 def test_plain_lines_name_every_figure_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +100,7 @@ def test_plain_lines_name_every_figure_that_is_there(tmp_path: Path, capsys: pyt
 def test_the_table_shows_the_last_steps_and_events_stand_above(tmp_path: Path) -> None:
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=140)
-    with LiveView(tmp_path, 60, console) as view:
+    with LiveView(tmp_path, 60, console=console) as view:
         append(tmp_path / "metrics.jsonl", *(row(step) for step in range(1, 21)))
         view.tick()
         view.line("an [event]")
