@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 from headrace.comm.errors import ConfigError, DataError
 from headrace.comm.imports import load_object
@@ -20,6 +22,14 @@ ROUNDS = 64
 """How many times as many reasoning-gym tasks as wanted are looked at to find distinct ones."""
 
 Question = str | list[dict[str, str]]
+
+
+class Indexed(Protocol):
+    """All that is asked of the tasks of a user's function."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Task: ...
 
 
 def load_environment(data: DataConfig, held_out: int, seed: int) -> Environment:
@@ -171,27 +181,34 @@ def _own(data: DataConfig, held_out: int) -> Environment:
     assert data.environment is not None, "the config has an environment or a file"
     make = load_object(data.environment, "data.environment")
     try:
-        tasks = make(**data.options)
-    except TypeError as error:
+        inspect.signature(make).bind(**data.options)
+    except (TypeError, ValueError) as error:  # ValueError: a built-in without a signature
         raise ConfigError(f"data.options: {data.environment} can't be called with them: {error}.") from error
-    if not isinstance(tasks, Sequence) or (tasks and not isinstance(tasks[0], Task)):
-        raise ConfigError(f"data.environment: {data.environment} must return a sequence of Task, not {type(tasks)}.")
+    tasks = make(**data.options)
+    if not _is_indexed(tasks) or (len(tasks) and not isinstance(tasks[0], Task)):
+        raise ConfigError(
+            f"data.environment: {data.environment} must return a sequence of Task (a list, or anything with a length "
+            f"and an index), not {type(tasks)}."
+        )
     return _split(tasks, held_out, data.size, data.environment, exact_match)
 
 
-def _split(tasks: Sequence[Task], held_out: int, size: int | None, name: str, reward: Reward) -> Environment:
+def _is_indexed(tasks: Any) -> bool:
+    return hasattr(tasks, "__len__") and hasattr(tasks, "__getitem__") and not isinstance(tasks, Mapping)
+
+
+def _split(tasks: Indexed, held_out: int, size: int | None, name: str, reward: Reward) -> Environment:
     """The last `held_out` tasks for evaluation, the others (without repetitions of those) for training."""
-    if len(tasks) <= held_out:
+    count = len(tasks) - held_out
+    if count <= 0:
         raise DataError(f"{name} has {len(tasks)} tasks; eval.tasks keeps {held_out} of them, which leaves none.")
-    if not held_out:
-        return Environment(tasks if size is None else tasks[:size], [], reward)
-    kept = [tasks[index] for index in range(len(tasks) - held_out, len(tasks))]
+    kept = [tasks[index] for index in range(count, len(tasks))]
     excluded = {_question_key(task.question) for task in kept}
-    others = (tasks[index] for index in range(len(tasks) - held_out))
-    rest = [task for task in others if _question_key(task.question) not in excluded]
+    others = (tasks[index] for index in range(count))
+    rest = list(islice((task for task in others if _question_key(task.question) not in excluded), size))
     if not rest:
         raise DataError(f"{name}: all other tasks repeat questions of the last {held_out} (eval.tasks).")
-    return Environment(rest[:size], kept, reward)
+    return Environment(rest, kept, reward)
 
 
 def _question_key(question: Question) -> str:

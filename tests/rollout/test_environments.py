@@ -30,6 +30,26 @@ from headrace.rollout.task import Task
 def squares(count=10, repeat=1):
     return [Task(f"{i}*{i}=", str(i * i)) for i in range(count)] * repeat
 
+class Lazy:
+    '''A length and an index, nothing else; only the first and the last tasks can be made.'''
+
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, index):
+        if not isinstance(index, int) or 5 <= index < 10**6 - 5:
+            raise RuntimeError(f"task {index} isn't needed")
+        return Task(f"task {index}", str(index))
+
+def lazy():
+    return Lazy()
+
+def by_name():
+    return {"first": Task("a", "b")}
+
+def broken(count=2):
+    return count + "tasks"
+
 def numbers():
     return [1, 2, 3]
 
@@ -151,7 +171,9 @@ def test_repetitions_of_held_out_questions_are_left_out_of_training(own: str) ->
     ("function", "options", "held_out", "error", "words"),
     [
         ("squares", {"amount": 3}, 0, ConfigError, "can't be called with them.*amount"),
+        ("squares", {"self": 3, "count": 2}, 0, ConfigError, "can't be called with them.*self"),
         ("numbers", {}, 0, ConfigError, "must return a sequence of Task"),
+        ("by_name", {}, 0, ConfigError, "must return a sequence of Task.*dict"),
         ("squares", {"count": 3}, 3, DataError, "has 3 tasks; eval.tasks keeps 3"),
         ("squares", {"count": 1, "repeat": 3}, 1, DataError, "repeat questions"),
         ("squares", {"count": 0}, 0, DataError, "has 0 tasks"),
@@ -162,6 +184,19 @@ def test_a_function_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         load_environment(DataConfig(environment=f"{own}:{function}", options=options), held_out, 0)
+
+
+@pytest.mark.parametrize("held_out", [0, 2])
+def test_a_length_and_an_index_are_all_that_tasks_need(own: str, held_out: int) -> None:
+    environment = load_environment(DataConfig(environment=f"{own}:lazy", size=4), held_out, 0)
+    assert [task.answer for task in environment.tasks] == ["0", "1", "2", "3"]
+    assert [task.answer for task in environment.held_out] == ["999998", "999999"][:held_out]
+
+
+def test_an_error_inside_the_user_s_function_is_shown_as_it_is(own: str) -> None:
+    with pytest.raises(TypeError, match="unsupported operand") as error:
+        load_environment(DataConfig(environment=f"{own}:broken"), 0, 0)
+    assert error.traceback[-1].name == "broken"
 
 
 def test_a_named_reward_replaces_the_environment_s_own_and_survives_the_trip(own: str) -> None:
