@@ -46,7 +46,7 @@ lint: setup
 test: lint
 	$(BIN)/pytest -m "not slow"
 
-test-full: setup
+test-full: setup model
 	$(BIN)/pytest -m slow
 
 bench: setup
