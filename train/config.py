@@ -29,9 +29,6 @@ class WarmStartConfig(Section):
 class TrainConfig(Section):
     """How the model learns from the samples."""
 
-    engine: Literal["torch"] = "torch"
-    """`torch`: plain on one rank, FSDP2 over several."""
-
     advantage: str = "grpo"
     """`grpo`, `dr_grpo`, or `package.module:function` / `path/to/file.py:function` of your own."""
 
