@@ -19,5 +19,6 @@ class Service(Protocol):
         ...
 
     def tick(self, now: float) -> None:
-        """Called after every poll of the network, at least every 10 ms while the courier runs."""
+        """Called after every poll of the network: every few tens of ms at the most while the courier runs, unless a
+        service keeps it longer."""
         ...

@@ -87,11 +87,7 @@ class Publisher(Service, Protocol):
 
 
 class Subscriber(Service, Protocol):
-    """The generator's end, a service of its courier; these methods are called by the main thread."""
-
-    def newest(self) -> int:
-        """The newest version that all trainer ranks have announced; -1 before the first."""
-        ...
+    """The generator's end, a service of its courier; `take` is called by the main thread."""
 
     def take(self) -> Version | None:
         """A whole version newer than the last one taken, or None."""

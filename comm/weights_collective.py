@@ -241,11 +241,6 @@ class CollectiveSubscriber:
         self._announced = dict.fromkeys(self._round.trainers, -1)
         self._joining = -1
 
-    def newest(self) -> int:
-        """See `Subscriber.newest`."""
-        with self._lock:
-            return min(self._announced.values())
-
     def take(self) -> Version | None:
         """Join the broadcast of the version that every trainer has announced, if it is a new one.
 

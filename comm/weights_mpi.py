@@ -255,6 +255,8 @@ class MpiSubscriber:
         self._verify = verify
         self._wait_limit_s = wait_limit_s
         self._announced = dict.fromkeys(trainers, -1)
+        self._newest = -1
+        """The newest version that all trainers have announced."""
         self._level_since = 0.0
         """When the trainers last agreed on the newest version, or came closer to it."""
         self._done = -1
@@ -264,12 +266,6 @@ class MpiSubscriber:
         self._lock = threading.Lock()
         self._staging = [_Staging({trainer: _Incoming() for trainer in trainers}) for _ in range(2)]
         self._ready: tuple[_Staging, list[WeightTensor]] | None = None
-        self._newest = -1
-
-    def newest(self) -> int:
-        """See `Subscriber.newest`."""
-        with self._lock:
-            return self._newest
 
     def take(self) -> Version | None:
         """The newest whole version that wasn't taken yet, or None."""
@@ -295,13 +291,12 @@ class MpiSubscriber:
         was_level = len(set(self._announced.values())) == 1
         self._announced[trainer] = version
         newest = min(self._announced.values())
-        with self._lock:
-            if was_level or newest > self._newest:
-                self._level_since = now
-            self._newest = newest
+        if was_level or newest > self._newest:
+            self._level_since = now
+        self._newest = newest
 
     def _begin_pull(self, now: float) -> None:
-        version = min(self._announced.values())
+        version = self._newest
         staging = self._reserve(version) if version > self._done else None
         if staging is None:
             return
