@@ -4,6 +4,7 @@
         rank 0 ── candidate addresses ─▶ all       which of them can you reach?
         rank 0 ◀─ the first that all reach ── all  (loopback when all ranks are on one host)
         rank 0 ── address:port of its TCPStore ─▶ all
+        (each of these within a limit)
     init_replica_group(store, ...)         torch's default group: only this replica's ranks
     make_group(backend, store, ...)        a group beside it, that may span replicas and roles
 
@@ -17,6 +18,7 @@ import fcntl
 import os
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,7 +31,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from headrace.comm.devices import new_process_group
-from headrace.comm.errors import HeadraceError, PeerLostError
+from headrace.comm.errors import HeadraceError, PeerLostError, WaitLimitError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,6 +40,13 @@ LOOPBACK = "127.0.0.1"
 
 PROBE_S = 3.0
 """How long a rank tries to reach one candidate address."""
+
+POLL_S = 0.002
+"""Nap between two looks at a collective of all ranks."""
+
+ADDRESSES = "the server of the store tells its addresses"
+REACHED = "every rank tells which of these addresses it reaches"
+STORE_ADDRESS = "the server of the store tells where it listens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +79,21 @@ def share_store(comm: MPI.Comm, hosts: Sequence[str], timeout_s: float, root: in
 
     Args:
         hosts: host name of every rank of `comm`; they are only compared.
-        timeout_s: of the store's operations, in seconds.
+        timeout_s: of every stage of this meeting, and of the store's operations, in seconds.
         root: rank of `comm` that serves the store, for as long as it keeps the returned object.
 
     Raises:
         HeadraceError: no address of the root can be reached by all ranks.
+        WaitLimitError: a rank didn't come to a stage in time; says to which, but not who: a collective doesn't tell.
     """
-    address = LOOPBACK if len(set(hosts)) == 1 else _reachable_address(comm, hosts, root)
+    meeting = _Meeting(comm, root, timeout_s)
+    address = LOOPBACK if len(set(hosts)) == 1 else _reachable_address(meeting, hosts)
     if comm.Get_rank() == root:
         store = _serve(address, timeout_s)
-        _share_text(comm, f"{address}:{store.port}", root)
+        meeting.share_text(f"{address}:{store.port}", STORE_ADDRESS)
         return store
-    host, _, port = _share_text(comm, "", root).rpartition(":")
-    return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+    host, _, port = meeting.share_text("", STORE_ADDRESS).rpartition(":")
+    return _connect(host, int(port), root, timeout_s)
 
 
 def make_group(
@@ -181,23 +192,34 @@ def _serve(address: str, timeout_s: float) -> TCPStore:
     )
 
 
-def _reachable_address(comm: MPI.Comm, hosts: Sequence[str], root: int) -> str:
+def _connect(host: str, port: int, root: int, timeout_s: float) -> TCPStore:
+    """The store that rank `root` serves."""
+    try:
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        raise WaitLimitError(
+            f"The store of rank {root} at {host}:{port} couldn't be reached within {timeout_s:g} s (run.wait_limit_s) "
+            f"while the job was starting; look at the end of that rank's log. The backend says: {error}"
+        ) from error
+
+
+def _reachable_address(meeting: _Meeting, hosts: Sequence[str]) -> str:
     """The first address of the root's interfaces that every rank can connect to."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         offer = ""
-        if comm.Get_rank() == root:
+        if meeting.is_root:
             probe.bind(("", 0))
             probe.listen(socket.SOMAXCONN)
             offer = " ".join([str(probe.getsockname()[1]), *_candidates()])
-        port, *candidates = _share_text(comm, offer, root).split()
+        port, *candidates = meeting.share_text(offer, ADDRESSES).split()
         reached = np.array([_can_connect(address, int(port)) for address in candidates], np.uint8)
-        all_reached = _all_agree(comm, reached)
+        all_reached = meeting.all_agree(reached, REACHED)
     for address, good in zip(candidates, all_reached, strict=True):
         if good:
             return address
     raise HeadraceError(
-        f"The hosts {sorted(set(hosts))} have no network in common: of the addresses {candidates} of {hosts[root]}, "
-        "none can be reached by every rank. Check firewalls and interfaces of the nodes."
+        f"The hosts {sorted(set(hosts))} have no network in common: of the addresses {candidates} of "
+        f"{hosts[meeting.root]}, none can be reached by every rank. Check firewalls and interfaces of the nodes."
     )
 
 
@@ -213,20 +235,44 @@ def _can_connect(address: str, port: int) -> bool:
         return False
 
 
-def _all_agree(comm: MPI.Comm, flags: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    from mpi4py import MPI
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """Collectives of all ranks, each with a limit."""
 
-    agreed = np.empty_like(flags)
-    comm.Allreduce(flags, agreed, MPI.MIN)
-    return agreed
+    comm: MPI.Comm
+    root: int
+    timeout_s: float
+    """Of each collective."""
 
+    @property
+    def is_root(self) -> bool:
+        return bool(self.comm.Get_rank() == self.root)
 
-def _share_text(comm: MPI.Comm, text: str, root: int) -> str:
-    """The root's text on every rank. As bytes: mpi4py's lower-case `bcast` would unpickle."""
-    length = np.array([len(text.encode())], np.int64)
-    comm.Bcast(length, root)
-    data = np.zeros(int(length[0]), np.uint8)
-    if comm.Get_rank() == root:
-        data[:] = np.frombuffer(text.encode(), np.uint8)
-    comm.Bcast(data, root)
-    return data.tobytes().decode()
+    def share_text(self, text: str, stage: str) -> str:
+        """The root's text on every rank. As bytes: mpi4py's lower-case `bcast` would unpickle."""
+        length = np.array([len(text.encode())], np.int64)
+        self._finish(self.comm.Ibcast(length, self.root), stage)
+        data = np.zeros(int(length[0]), np.uint8)
+        if self.is_root:
+            data[:] = np.frombuffer(text.encode(), np.uint8)
+        self._finish(self.comm.Ibcast(data, self.root), stage)
+        return data.tobytes().decode()
+
+    def all_agree(self, flags: npt.NDArray[np.uint8], stage: str) -> npt.NDArray[np.uint8]:
+        """1 where the flags of all ranks are."""
+        from mpi4py import MPI
+
+        agreed = np.empty_like(flags)
+        self._finish(self.comm.Iallreduce(flags, agreed, MPI.MIN), stage)
+        return agreed
+
+    def _finish(self, request: MPI.Request, stage: str) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        while not request.Test():
+            if time.monotonic() > deadline:
+                raise WaitLimitError(
+                    f"While the job was starting, rank {self.comm.Get_rank()} waited {self.timeout_s:g} s "
+                    f"(run.wait_limit_s) for the stage in which {stage}: a rank hasn't arrived there. Which one can't "
+                    "be told from here; look at the ends of all ranks' logs for the one that is behind or has died."
+                )
+            time.sleep(POLL_S)

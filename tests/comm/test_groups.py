@@ -14,34 +14,82 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from headrace.comm import groups
-from headrace.comm.errors import HeadraceError, PeerLostError
+from headrace.comm.errors import HeadraceError, PeerLostError, WaitLimitError
+
+
+class Request:
+    """Completes at the second look, or never."""
+
+    def __init__(self, completes: bool) -> None:
+        self.completes = completes
+        self.looks = 0
+
+    def Test(self) -> bool:  # noqa: N802
+        self.looks += 1
+        return self.completes and self.looks > 1
 
 
 class LoneComm:
-    """A communicator of the root alone, whose peers reach only some addresses."""
+    """A communicator of the root alone, whose peers reach only some addresses; or come to the first `stages` only."""
 
-    def __init__(self, reached_by_peers: list[int]) -> None:
+    def __init__(self, reached_by_peers: list[int], stages: int = 100) -> None:
         self.reached_by_peers = np.array(reached_by_peers, np.uint8)
+        self.stages = stages
 
     def Get_rank(self) -> int:  # noqa: N802
         return 0
 
-    def Bcast(self, data: Any, root: int) -> None:  # noqa: N802
-        pass
+    def Ibcast(self, data: Any, root: int) -> Request:  # noqa: N802
+        return self._request()
 
-    def Allreduce(self, mine: Any, agreed: Any, op: Any) -> None:  # noqa: N802
+    def Iallreduce(self, mine: Any, agreed: Any, op: Any) -> Request:  # noqa: N802
         agreed[:] = np.minimum(mine, self.reached_by_peers)
+        return self._request()
+
+    def _request(self) -> Request:
+        self.stages -= 1
+        return Request(self.stages >= 0)
+
+
+def meeting(comm: LoneComm) -> groups._Meeting:
+    return groups._Meeting(comm, root=0, timeout_s=5.0)  # type: ignore[arg-type]
 
 
 def test_the_first_address_that_all_ranks_reach_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "_candidates", lambda: ["127.0.0.5", "127.0.0.6", "127.0.0.7"])
-    assert groups._reachable_address(LoneComm([0, 1, 1]), ["a", "b"], root=0) == "127.0.0.6"  # type: ignore[arg-type]
+    assert groups._reachable_address(meeting(LoneComm([0, 1, 1])), ["a", "b"]) == "127.0.0.6"
 
 
 def test_hosts_without_a_common_network_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "_candidates", lambda: ["127.0.0.5"])
     with pytest.raises(HeadraceError, match=r"\['a', 'b'\] have no network in common: .*127\.0\.0\.5.* of a"):
-        groups._reachable_address(LoneComm([0]), ["a", "b"], root=0)  # type: ignore[arg-type]
+        groups._reachable_address(meeting(LoneComm([0])), ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "stages", "words"),
+    [
+        (["a", "b"], 0, "tells its addresses"),
+        (["a", "b"], 1, "tells its addresses"),
+        (["a", "b"], 2, "every rank tells which of these addresses it reaches"),
+        (["a", "b"], 3, "tells where it listens"),
+        (["a", "a"], 0, "tells where it listens"),
+    ],
+)
+def test_a_rank_that_does_not_arrive_at_a_stage_of_the_start_up_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, hosts: list[str], stages: int, words: str
+) -> None:
+    monkeypatch.setattr(groups, "_candidates", lambda: ["127.0.0.5"])
+    with pytest.raises(WaitLimitError, match=rf"rank 0 waited 0\.05 s .*{words}: a rank hasn't arrived there"):
+        groups.share_store(LoneComm([1], stages), hosts, timeout_s=0.05)  # type: ignore[arg-type]
+
+
+def test_a_store_that_cannot_be_reached_is_named() -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+        with pytest.raises(WaitLimitError, match=rf"store of rank 3 at 127\.0\.0\.1:{port} couldn't be reached"):
+            groups._connect("127.0.0.1", port, root=3, timeout_s=0.2)
 
 
 def test_loopback_is_no_candidate_across_hosts() -> None:
