@@ -19,5 +19,6 @@ def test_a_users_loss_advantage_environment_and_reward_train_a_job(tmp_path):
     check_books(metrics, 1)
     assert all("policy/clip_fraction" in line and "policy/ratio_mean" not in line for line in metrics), "not cispo"
     assert all(line["train/grad_norm"] > 0 for line in metrics)
+    assert metrics[0]["policy/kl_mismatch"] < 1e-6, "the first samples are made by the model after its warm start"
     sums = [line["reward/mean"] * 16 for line in metrics]
     assert any(abs(total - round(total)) > 1e-3 for total in sums), "only this reward gives parts of a point"
