@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.launcher.environment import JOB_MARK
@@ -43,55 +41,38 @@ def _environ(pid: int) -> list[bytes]:
         return []
 
 
-@dataclass
 class DeathWatch:
     """Tells in which order the ranks of an attempt ended.
 
-    mpirun ends the others within a millisecond, so looking at them one after the other would come too late; and
-    MPICH's own words name any of the dead. The kernel keeps the order: pids are watched by one epoll object, whose
-    list of events is filled as they happen.
+    mpirun ends the others within a millisecond, so looking at them one after the other would come too late, and MPICH's
+    own words name any of the dead. Every rank holds a FIFO open; the kernel closes it while the process dies, before
+    mpirun's connection to it, so before anybody else can know. One epoll object keeps the order of these events.
     """
 
-    folder: Path
-    """Where rank_NNN.pid files appear."""
-    deaths: list[int] = field(default_factory=list)
-    """Ranks, first dead first."""
-    _epoll: select.epoll = field(default_factory=select.epoll)
-    _ranks: dict[int, int] = field(default_factory=dict)
-    """Rank by file descriptor."""
-    _known: set[str] = field(default_factory=set)
+    def __init__(self, folder: Path, ranks: int) -> None:
+        """Make the FIFOs `rank_NNN.alive`; before the ranks start."""
+        self.deaths: list[int] = []
+        """Ranks, first dead first."""
+        self._epoll = select.epoll()
+        self._ranks: dict[int, int] = {}
+        """Rank by file descriptor."""
+        for rank in range(ranks):
+            path = folder / f"rank_{rank:03d}.alive"
+            os.mkfifo(path)
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            self._ranks[fd] = rank
+            self._epoll.register(fd, 0)  # hang-ups are always told; there is none before a writer has come
 
     def fileno(self) -> int:
         """Readable when a rank has died."""
         return self._epoll.fileno()
 
     def poll(self) -> None:
-        """Take in new pid files and deaths."""
+        """Take in deaths."""
         for fd, _ in self._epoll.poll(0, max(1, len(self._ranks))):
             self._epoll.unregister(fd)
             os.close(fd)
             self.deaths.append(self._ranks.pop(fd))
-        for file in self.folder.glob("rank_*.pid"):
-            if file.name not in self._known:
-                self._watch(file)
-
-    def _watch(self, file: Path) -> None:
-        text = file.read_text()
-        if not text.strip():
-            return
-        self._known.add(file.name)
-        rank = int(file.stem.removeprefix("rank_"))
-        try:
-            fd = os.pidfd_open(int(text))
-        except ProcessLookupError:
-            self.deaths.append(rank)
-            return
-        except OSError as error:
-            if error.errno == errno.ENOSYS:  # before Linux 5.3: mpirun's own words have to do
-                return
-            raise
-        self._ranks[fd] = rank
-        self._epoll.register(fd, select.EPOLLIN)
 
     def close(self) -> None:
         for fd in self._ranks:

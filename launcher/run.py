@@ -2,7 +2,7 @@
 
     headrace run ──start──▶ mpirun ──start──▶ rank 0 … N-1
          │ ◀── stdout, stderr, line by line ─────┘ │
-         │ ◀── rank_NNN.pid, error_NNN.txt ────────┘
+         │ ◀── rank_NNN.alive, error_NNN.txt ──────┘
          │
          ├── Ctrl-C, SIGTERM, SIGHUP: the first asks the ranks (through mpirun) to write a checkpoint and leave;
          │   the second, or `launch.stop_within_s`, kills them
@@ -104,7 +104,7 @@ class Job:
 
     def run(self) -> Outcome:
         """Start the ranks and wait for their end."""
-        watch = DeathWatch(self.attempt.folder)
+        watch = DeathWatch(self.attempt.folder, self.order.ranks)
         process = self._start()
         assert process.stdout is not None
         try:

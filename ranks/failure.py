@@ -33,9 +33,12 @@ def open_log(folder: Path, rank: int) -> TextIO:
     return terminal
 
 
-def write_pid(folder: Path, rank: int) -> None:
-    """Leave the process id, so that the launcher can tell which rank a dead process was."""
+def announce(folder: Path, rank: int) -> None:
+    """Leave the process id, and open the launcher's FIFO if there is one: it sees by its end when this process dies."""
     (folder / f"rank_{rank:03d}.pid").write_text(f"{os.getpid()}\n", encoding="utf-8")
+    alive = folder / f"rank_{rank:03d}.alive"
+    if alive.is_fifo():
+        os.open(alive, os.O_RDWR)  # kept until the process ends; for reading too, so that it never blocks
 
 
 class Failure:

@@ -31,7 +31,7 @@ from headrace.comm.messages import Hello
 from headrace.comm.mpi import MpiTransport, check_threads, check_world
 from headrace.ranks.build import build_generator, build_trainer, link, load_data, start_step_of
 from headrace.ranks.config import JobConfig
-from headrace.ranks.failure import Failure, open_log, write_pid
+from headrace.ranks.failure import Failure, announce, open_log
 from headrace.ranks.heartbeat import LEAVING, MainState
 from headrace.ranks.run import Rank, run_main
 from headrace.ranks.startup import meet
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_world(world, options.ranks)
         attempt.mkdir(parents=True, exist_ok=True)
         fail.terminal = terminal = open_log(attempt, world.Get_rank())
-        write_pid(attempt, world.Get_rank())
+        announce(attempt, world.Get_rank())
         fail.watch_threads()
         stop = _stop_on_signals()
         comm, request = world.Idup()

@@ -33,6 +33,7 @@ def main() -> None:
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
     (folder / f"rank_{rank:03d}.pid").write_text(str(os.getpid()))
+    os.open(folder / f"rank_{rank:03d}.alive", os.O_RDWR)
     print(f"rank {rank} of {comm.size} is up, arguments {sys.argv[2:]}")
     comm.Barrier()
     if rank == 0:
@@ -45,7 +46,7 @@ def main() -> None:
                 row = {"step": step, "version": step, "reward/mean": step / 10, "time/step": 0.1}
                 file.write(json.dumps(row) + "\n")
     if rank == 1:
-        time.sleep(0.3)
+        time.sleep(1.0)  # by then the launcher watches every rank, also on a busy machine
         fail(mode, folder, comm)
     waits = mode in ("sleep", "deaf", "child") or mode.startswith("late_")
     if waits or (mode not in ("ok", "environment", "metrics") and rank != 1):
