@@ -74,7 +74,7 @@ def _draw_idle(axes: Any, rows: Sequence[Row]) -> None:
         axes.plot(steps, 100 * moving_average(column(rows, key), WINDOW), color=color, linewidth=1.6, label=label)
     axes.set_ylabel("idle (%)")
     axes.set_ylim(0, 100)
-    axes.legend(frameon=False, loc="upper right", ncols=2)
+    axes.legend(frameon=False, loc="center right", ncols=2)
 
 
 def _accuracies(run: Path) -> str:
