@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headrace.comm.errors import DataError
+from headrace.comm.errors import ConfigError, DataError
 from headrace.ranks.config import JobConfig
 from headrace.ranks.order import TicketOrder
 from headrace.rollout.environments import environment_fingerprint, load_environment
@@ -129,7 +129,8 @@ def make_scorer(config: JobConfig, environment: Environment | None) -> Scorer:
 def make_encoder(config: JobConfig) -> PromptEncoder:
     """The tokenizer of the model, with the model's own limit of the context."""
     folder = config.model.path
-    assert folder is not None, "the launcher puts the folder of a tiny model here"
+    if folder is None:
+        raise ConfigError("model.tiny is made by `headrace run`. To start ranks without it, give model.path a folder.")
     context = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
     return PromptEncoder(folder, config.data, config.rollout.stop, context, config.rollout.max_tokens)
 
