@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from headrace.comm.errors import DataError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -26,12 +28,26 @@ def check_model_folder(folder: Path) -> None:
         raise DataError(
             f"model.path: {folder} holds a model of the family {family!r}; headrace trains {', '.join(FAMILIES)}."
         )
-    if not any(folder.glob("*.safetensors")):
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
         raise DataError(f"model.path: {folder} has no *.safetensors file; convert the weights by `save_pretrained`.")
+    for file in files:
+        _check_weights(file)
     if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer_config.json").is_file():
         raise DataError(
             f"model.path: {folder} has no tokenizer (tokenizer.json); copy the model's tokenizer files there."
         )
+
+
+def _check_weights(file: Path) -> None:
+    """Read the file's table of contents, which also tells whether the file is as long as it says."""
+    try:
+        with safe_open(file, framework="np"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise DataError(
+            f"model.path: {file} can't be read ({error}); it is cut off or damaged: get it again."
+        ) from None
 
 
 def _family(folder: Path) -> object:

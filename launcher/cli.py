@@ -81,7 +81,7 @@ def debug(config: ConfigFile, overrides: Overrides = None, resume: Resume = Fals
     """Train in this one process, without MPI: one generator and one trainer by turns; breakpoints work."""
     from headrace.launcher.start import debug_job
 
-    debug_job(load(config, overrides or ()), resume, fresh)
+    raise typer.Exit(debug_job(load(config, overrides or ()), resume, fresh))
 
 
 @app.command("config")

@@ -44,6 +44,7 @@ def rank_environment(environ: Mapping[str, str], threads: int, job: str) -> dict
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.launcher.runfolder import Attempt
+
+FULL_BYTES = 1 << 20
+"""A disk with less free space than this counts as full."""
 
 LAST_LINES = 15
 LOG_END_BYTES = 20_000
@@ -66,6 +70,11 @@ def first_failure(attempt: Attempt, status: int, deaths: Sequence[int], output: 
         cause = f"The job ended with status {status} before any rank said why."
         return Failure(None, cause, output[-LAST_LINES:], attempt.mpirun_log)
     cause = f"Rank {rank} failed: {_text(errors[rank])}" if rank in errors else _sudden_end(rank, status)
+    if rank not in errors and shutil.disk_usage(attempt.run).free < FULL_BYTES:
+        cause += (
+            f" The disk of {attempt.run} is full, so it couldn't write down why: free some space, then go on by "
+            "--resume, or choose another run.dir."
+        )
     log = attempt.run / "latest" / attempt.rank_log(rank).name
     return Failure(rank, cause, _last_lines(log), log)
 

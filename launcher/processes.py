@@ -53,11 +53,11 @@ class DeathWatch:
         """Make the FIFOs `rank_NNN.alive`; before the ranks start."""
         self.deaths: list[int] = []
         """Ranks, first dead first."""
+        self._fifos = [folder / f"rank_{rank:03d}.alive" for rank in range(ranks)]
         self._epoll = select.epoll()
         self._ranks: dict[int, int] = {}
         """Rank by file descriptor."""
-        for rank in range(ranks):
-            path = folder / f"rank_{rank:03d}.alive"
+        for rank, path in enumerate(self._fifos):
             os.mkfifo(path)
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             self._ranks[fd] = rank
@@ -75,6 +75,8 @@ class DeathWatch:
             self.deaths.append(self._ranks.pop(fd))
 
     def close(self) -> None:
+        for path in self._fifos:
+            path.unlink(missing_ok=True)
         for fd in self._ranks:
             os.close(fd)
         self._epoll.close()

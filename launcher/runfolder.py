@@ -14,6 +14,7 @@ runs/NAME/
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,10 @@ MAY_CHANGE = (
 )
 """Keys, and sections ending in a dot, that a resumed run may set anew: they change neither the tasks, nor what the
 weights and the optimizer's state mean."""
+
+
+LOCK = ".lock"
+"""Held by the job that runs in the folder; it holds the process id of the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,7 @@ def check_new(config: Config) -> None:
         ConfigError: the run folder is in use.
     """
     folder = config.run.folder
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir())):
         raise ConfigError(
             f"The run folder {folder} exists already. Add --resume to go on with that run, --fresh to start a new one "
             f"beside it ({fresh_config(config).run.folder}), or choose another name by run.name=NAME."
@@ -159,6 +164,31 @@ def begin_attempt(config: Config) -> Attempt:
         _write(run / "config.yaml", dump(config))
         _point(run / "latest", attempt.folder.name)
     return attempt
+
+
+@contextmanager
+def held(run: Path) -> Iterator[None]:
+    """Keep every other job out of the run folder, for as long as this process lives at the most.
+
+    Raises:
+        ConfigError: another job is running there.
+    """
+    with writing(run):
+        run.mkdir(parents=True, exist_ok=True)
+        lock = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(lock, 0)
+        os.write(lock, f"{os.getpid()}\n".encode())
+        yield
+    except BlockingIOError:
+        pid = os.read(lock, 20).decode().strip()
+        raise ConfigError(
+            f"The run in {run} is still going on (process {pid}). Wait for its end, stop it by `kill {pid}`, or start "
+            "another one beside it by --fresh."
+        ) from None
+    finally:
+        os.close(lock)
 
 
 def write_job(attempt: Attempt, config: Config) -> None:

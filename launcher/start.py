@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from headrace.comm.errors import ConfigError, DataError
@@ -21,6 +22,7 @@ from headrace.launcher.runfolder import (
     check_new,
     check_resume,
     fresh_config,
+    held,
     set_aside_records,
     steps_done,
     write_job,
@@ -54,8 +56,14 @@ def run_job(config: Config, resume: bool, fresh: bool, program: Sequence[str] = 
         program: what the ranks' Python runs; it gets the job file and the options of `headrace.ranks`.
     """
     installation = choose_mpi(config.launch.mpi, clean(os.environ))
-    config, attempt, done = _prepare(config, resume, fresh)
-    with make_view(attempt.run, config.run.steps, done) as view:
+    if resume and is_finished(config):
+        print(
+            f"The run in {config.run.folder} is finished: its {config.run.steps} steps are done. Set run.steps higher."
+        )
+        return 0
+    with ExitStack() as stack:
+        config, attempt, done = _prepare(config, resume, fresh, stack)
+        view = stack.enter_context(make_view(attempt.run, config.run.steps, done))
         ranks = config.ranks.trainers + config.ranks.generators
         python = config.launch.python or Path(sys.executable)
         options = ["--attempt", str(attempt.number), "--ranks", str(ranks), *(["--resume"] if done else [])]
@@ -75,16 +83,18 @@ def run_job(config: Config, resume: bool, fresh: bool, program: Sequence[str] = 
     return outcome.status
 
 
-def debug_job(config: Config, resume: bool, fresh: bool) -> None:
-    """Run one generator and one trainer by turns in this process, without MPI."""
+def debug_job(config: Config, resume: bool, fresh: bool) -> int:
+    """Run one generator and one trainer by turns in this process, without MPI; returns the exit status."""
     from headrace.ranks.debug import run_debug
 
-    config, attempt, done = _prepare(config, resume, fresh)
-    view = PlainView(attempt.run, config.run.steps, done)
-    with view, ticking(view):
+    with ExitStack() as stack:
+        config, attempt, done = _prepare(config, resume, fresh, stack)
+        view = stack.enter_context(PlainView(attempt.run, config.run.steps, done))
+        stack.enter_context(ticking(view))
         view.line(f"run folder {attempt.run}, both roles in this process")
-        run_debug(config.job(), attempt.run, done > 0, view.line)
+        stopped = run_debug(config.job(), attempt.run, done > 0, view.line)
     _draw(attempt.run)
+    return STOPPED if stopped else 0
 
 
 def check_inputs(config: Config) -> None:
@@ -104,8 +114,15 @@ def check_inputs(config: Config) -> None:
         raise ConfigError(f"launch.python: {python} isn't a program that can be started.")
 
 
-def _prepare(config: Config, resume: bool, fresh: bool) -> tuple[Config, Attempt, int]:
-    """Everything before the first rank: inputs checked, run folder made, the initial model there.
+def is_finished(config: Config) -> bool:
+    """Whether nothing is left to train, nor to evaluate."""
+    evaluations = config.run.folder / "evaluations.jsonl"
+    evaluated = not config.eval.tasks or (evaluations.is_file() and '"after"' in evaluations.read_text())
+    return evaluated and steps_done(config.run.folder) == config.run.steps
+
+
+def _prepare(config: Config, resume: bool, fresh: bool, stack: ExitStack) -> tuple[Config, Attempt, int]:
+    """Everything before the first rank: inputs checked, run folder made and held by `stack`, the initial model there.
 
     Returns the config with the model's folder in it, the attempt, and the step of the checkpoint to go on from; 0 where
     the run begins.
@@ -119,6 +136,7 @@ def _prepare(config: Config, resume: bool, fresh: bool) -> tuple[Config, Attempt
         changes = check_resume(config)
     else:
         check_new(config)
+    stack.enter_context(held(config.run.folder))
     attempt = begin_attempt(config)
     done = steps_done(attempt.run)
     if resume and not done:

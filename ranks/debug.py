@@ -6,11 +6,14 @@ courier thread:  trainer's courier ⇄ generator's courier
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from headrace.comm.simulated import SimulatedNetwork
 from headrace.ranks.build import Links, Parts, build_generator, build_trainer, limit_threads, load_data, start_step_of
@@ -21,8 +24,11 @@ from headrace.ranks.run import Rank
 from headrace.ranks.topology import plan_roles
 
 
-def run_debug(config: JobConfig, folder: Path, resume: bool, say: Callable[[str], None] = print) -> None:
+def run_debug(config: JobConfig, folder: Path, resume: bool, say: Callable[[str], None] = print) -> bool:
     """Run the job of a config to its end with one trainer and one generator, whatever `ranks` says.
+
+    Returns:
+        whether it was asked to stop before.
 
     Raises:
         HeadraceError: as a rank would.
@@ -53,8 +59,25 @@ def run_debug(config: JobConfig, folder: Path, resume: bool, say: Callable[[str]
     if config.rollout.engine != "latency":
         limit_threads(ranks[0])
     parts = [build_trainer(ranks[0], data, Links()), build_generator(ranks[1], data, Links())]
-    with _couriers(parts, errors):
+    with _stop_on_signals(ranks[0].stop), _couriers(parts, errors):
         _take_turns([part.main() for part in parts], errors)
+    return ranks[0].stop.is_set()
+
+
+@contextmanager
+def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
+    """Let the first Ctrl-C or SIGTERM ask for an end with a checkpoint; the second interrupts."""
+
+    def ask(number: int, _: FrameType | None) -> None:
+        stop.set()
+        signal.signal(number, signal.default_int_handler)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _couriers:  # noqa: N801 - reads as a function where it is used

@@ -75,6 +75,10 @@ def test_a_missing_model_folder_is_refused() -> None:
     assert "there is no folder nowhere" in refused("run", config(data), "model.path=nowhere")
 
 
+NO_TENSORS = "\x02\0\0\0\0\0\0\0{}"
+"""A whole safetensors file: the length of the header, and the header."""
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
@@ -82,7 +86,8 @@ def test_a_missing_model_folder_is_refused() -> None:
         ({"config__json": "{"}, "config.json can't be read"),
         ({"config__json": '{"model_type": "gpt2"}'}, "of the family 'gpt2'; headrace trains llama, qwen2, qwen3"),
         ({"config__json": '{"model_type": "llama"}'}, "no *.safetensors"),
-        ({"config__json": '{"model_type": "llama"}', "model__safetensors": ""}, "has no tokenizer"),
+        ({"config__json": '{"model_type": "llama"}', "model__safetensors": "junk"}, "model.safetensors can't be read"),
+        ({"config__json": '{"model_type": "llama"}', "model__safetensors": NO_TENSORS}, "has no tokenizer"),
     ],
 )
 def test_a_model_folder_that_cannot_be_used_is_refused(files: dict[str, str], expected: str) -> None:

@@ -1,6 +1,7 @@
 """The run folder, its attempts, what a resumed run may change, and the export of a checkpoint."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from headrace.launcher.runfolder import (
     checkpoints,
     flatten,
     fresh_config,
+    held,
     set_aside_records,
 )
 from headrace.ranks.config import TinyModelConfig
@@ -159,3 +161,17 @@ def test_what_cannot_be_exported_is_told(trained: Path) -> None:
         export(Path("nowhere"))
     with pytest.raises(DataError, match="has no checkpoint yet"):
         export(begin_attempt(config(name="new")).run)
+
+
+def test_a_run_folder_in_use_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with held(run), pytest.raises(ConfigError, match=rf"still going on \(process {os.getpid()}\)"), held(run):
+        pass
+    with held(run):
+        pass
+
+
+def test_a_folder_with_nothing_but_the_lock_is_new(tmp_path: Path) -> None:
+    config = Config.model_validate({"rollout": {"engine": "latency"}, "run": {"dir": tmp_path / "run"}})
+    with held(tmp_path / "run"):
+        check_new(config)
