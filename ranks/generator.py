@@ -16,6 +16,7 @@ the whole group is given up and its ledger issues another ticket.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Hashable
@@ -204,12 +205,11 @@ class GeneratorLoop:
         self._turned_at = now
 
     def _ask_for_more(self) -> None:
-        """Ask for as many groups as the engine has free slots for, and for one at least when it has none at work."""
+        """Ask until every slot has work: some samples of the last group wait in the engine for slots that get free, or
+        slots would stand idle until a whole group fits."""
         free = self.engine.capacity().slots - self._generating - (self._asked + len(self._held)) * self._group_size
-        room = max(0, free // self._group_size)
-        if room == 0 and self._asked == 0 and self._generating == 0 and not self._held:
-            room = 1
-        if room:
+        if free > 0:
+            room = math.ceil(free / self._group_size)
             self._asked += room
             self.post(self._home, Ask(room))
 
