@@ -38,7 +38,6 @@ class Checkpoints:
         self,
         store: CheckpointStore,
         roles: RoleMap,
-        rank: int,
         courier: Courier,
         desk: TrainerDesk,
         leader: LeaderDesk | None,
@@ -52,7 +51,6 @@ class Checkpoints:
         """The step of the newest checkpoint that this rank took part in; every trainer knows the same."""
         self._store = store
         self._roles = roles
-        self._rank = rank
         self._courier = courier
         self._desk = desk
         self._leader = leader

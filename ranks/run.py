@@ -181,7 +181,6 @@ class TrainerRank:
         checkpoints = Checkpoints(
             checkpoint_store,
             rank.roles,
-            rank.rank,
             self.courier,
             self._desk,
             leader,

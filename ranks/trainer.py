@@ -21,8 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import msgspec
-
 from headrace.comm.errors import WaitLimitError
 from headrace.comm.exchange import ExchangeConsumer
 from headrace.comm.messages import (
@@ -42,7 +40,7 @@ from headrace.comm.weights import Publisher
 from headrace.ranks.courier import Courier
 from headrace.ranks.heartbeat import MainState
 from headrace.ranks.learner import Learner
-from headrace.ranks.metrics import MetricsGatherer, batch_metrics
+from headrace.ranks.metrics import TICKETS, MetricsGatherer, batch_metrics
 from headrace.ranks.node import LedgerNode
 from headrace.ranks.tickets import FormedStep
 from headrace.ranks.topology import RoleMap
@@ -288,14 +286,10 @@ class TrainerLoop:
         ages = [step - t.versions[t.loss_mask > 0] for group in batch.groups for t in group]
 
         def send() -> None:
-            counts = {
-                name: int(value)
-                for name, value in msgspec.structs.asdict(self._node.counts()).items()
-                if isinstance(value, int)
-            }
+            counts = self._node.counts()
             report = StepReport(
                 step,
-                counts,
+                {name: getattr(counts, name) for name in TICKETS},
                 times,
                 float(sum(age.sum() for age in ages)),
                 sum(len(age) for age in ages),
