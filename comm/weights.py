@@ -74,9 +74,6 @@ class Publisher(Service, Protocol):
     """The trainer's end, a service of its courier. `publish` is called by the main thread of every trainer rank, with
     rising versions."""
 
-    last_sync_s: float
-    """How long the last `publish` kept the trainer, in seconds."""
-
     def publish(self, version: int, tensors: Iterable[WeightTensor]) -> None:
         """Send this rank's share of a version; return when the trainer may change the tensors and go on.
 

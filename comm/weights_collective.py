@@ -20,7 +20,6 @@ trainers when every generator has joined, so a missing rank is named by the trai
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
@@ -138,7 +137,6 @@ class CollectivePublisher:
         verify: bool,
         wait_limit_s: float,
     ) -> None:
-        self.last_sync_s = 0.0
         self._transport = transport
         self._verify = verify
         self._wait_limit_s = wait_limit_s
@@ -158,7 +156,6 @@ class CollectivePublisher:
             WaitLimitError: generators didn't join in time; names them.
             PeerLostError: a rank went away in the middle.
         """
-        began = time.monotonic()
         if version <= self._version:
             raise ValueError(f"version {version} published after version {self._version}")
         share = pack(tensors, self._slab, self._verify)
@@ -169,7 +166,6 @@ class CollectivePublisher:
             else:
                 self._round.learn(trainer)
                 self._round.broadcaster.skip(trainer, sum(self._round.sizes(trainer)), self._scratch)
-        self.last_sync_s = time.monotonic() - began
 
     def receive(self, received: Received, now: float) -> None:
         match received.message:

@@ -20,7 +20,6 @@ replaced in the meantime is answered by `WeightsPart(buckets=0)`; the generator 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,7 +83,6 @@ class MpiPublisher:
     def __init__(
         self, transport: Transport, generators: Sequence[int], bucket_bytes: int, verify: bool, wait_limit_s: float
     ) -> None:
-        self.last_sync_s = 0.0
         self._transport = transport
         self._generators = tuple(generators)
         self._bucket_bytes = bucket_bytes
@@ -98,7 +96,6 @@ class MpiPublisher:
 
     def publish(self, version: int, tensors: Iterable[WeightTensor]) -> None:
         """Copy this rank's share into a snapshot that generators pull from; see `Publisher.publish`."""
-        began = time.monotonic()
         if version <= self._newest:
             raise ValueError(f"version {version} published after version {self._newest}")
         snapshot = self._vacate(version)
@@ -107,7 +104,6 @@ class MpiPublisher:
         with self._changed:
             snapshot.share, snapshot.manifest, snapshot.version = share, manifest, version
             self._newest = version
-        self.last_sync_s = time.monotonic() - began
 
     def receive(self, received: Received, now: float) -> None:
         match received.message:

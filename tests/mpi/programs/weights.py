@@ -77,7 +77,7 @@ def courier(transport: MpiTransport, service: Publisher | Subscriber, done: thre
 def publish_all(name: str, publisher: Publisher) -> None:
     for version in range(VERSIONS):
         publisher.publish(version, share(RANK, version))
-        say(f"{name} published {version} by {RANK} blocked {publisher.last_sync_s:.4f} s")
+        say(f"{name} published {version} by {RANK}")
 
 
 def take_all(name: str, subscriber: Subscriber) -> None:
