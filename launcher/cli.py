@@ -6,27 +6,39 @@ import importlib.metadata
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-from headrace.comm.errors import HeadraceError
+from headrace.comm.errors import ConfigError, HeadraceError
 from headrace.launcher.config import Config, load
 
 MISTAKE = 2
 """Exit status for what the user can mend."""
 
 
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+"""What a wrong command line raises. It is typer's own class or click's, by typer's version; this names both."""
+
+
 class _Paragraphs(TyperGroup):
-    """Shows a HeadraceError as its paragraph, without a traceback."""
+    """Shows a HeadraceError, and a wrong command line, as one paragraph without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except HeadraceError as error:
-            typer.echo(f"headrace: {error}", err=True)
-            raise typer.Exit(MISTAKE) from None
+            _refuse(str(error))
+        except USAGE_ERROR as error:
+            command = ctx.invoked_subcommand
+            message = error.format_message().rstrip(".")
+            _refuse(f"{message}. See `headrace {f'{command} ' if command else ''}--help`.")
+
+
+def _refuse(paragraph: str) -> NoReturn:
+    typer.echo(f"headrace: {paragraph}", err=True)
+    raise typer.Exit(MISTAKE) from None
 
 
 app = typer.Typer(
@@ -45,8 +57,7 @@ Overrides = Annotated[
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run from its newest checkpoint.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="If the run folder exists, use a new one: NAME-2, NAME-3, …")]
 Ranks = Annotated[
-    int | None,
-    typer.Option("-n", "--ranks", min=1, help="MPI ranks in all: trainers as configured, the rest generates."),
+    int | None, typer.Option("-n", "--ranks", help="MPI ranks in all: trainers as configured, the rest generates.")
 ]
 
 
@@ -96,7 +107,7 @@ def show_config(
     if schema:
         typer.echo(json.dumps(Config.model_json_schema(), indent=2))
     elif config is None:
-        raise typer.BadParameter("give CONFIG, or --schema", param_hint="CONFIG")
+        raise ConfigError("Give a config to explain, for instance `headrace config CONFIG`, or ask for --schema.")
     else:
         typer.echo(describe_config(load(config, overrides or ())), nl=False)
 

@@ -90,7 +90,8 @@ def read_yaml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"The config {file} can't be read: {reason} (seen from {Path.cwd()}).") from None
     tree = parse_yaml(text, str(file))
     if not isinstance(tree, dict):
-        raise ConfigError(f"{file}: expected sections such as `run:` and `model:`, found {type(tree).__name__}.")
+        found = "it is empty" if tree is None else f"it holds a {'list' if isinstance(tree, list) else 'single value'}"
+        raise ConfigError(f"{file}: {found}; a config has sections such as `run:` and `model:`.")
     return tree
 
 

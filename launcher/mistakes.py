@@ -10,6 +10,31 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+WORDS = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "a text",
+    "path_type": "a path",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a section with keys",
+    "model_type": "a section with keys",
+    "too_short": "a list of {min_length} or more values",
+    "too_long": "a list of at most {max_length} values",
+    "greater_than_equal": "{ge:g} or more",
+    "greater_than": "more than {gt:g}",
+    "less_than_equal": "{le:g} or less",
+    "less_than": "less than {lt:g}",
+    "literal_error": "{expected}",
+}
+"""What a value must be, by pydantic's type of error; its own texts speak of inputs, strings and parsing."""
+
 
 def describe_mistakes(error: ValidationError, model: type[BaseModel], source: str) -> str:
     """One paragraph for all errors of a validation of `model`; `source` is where the values came from."""
@@ -28,8 +53,27 @@ def _describe(mistake: Mapping[str, Any], model: type[BaseModel]) -> str:
         case "value_error":
             return str(mistake["ctx"]["error"])
         case _:
-            expected = mistake["msg"].removeprefix("Input should be ").partition(", unable to")[0]
-            return f"`{path}` should be {expected}, not {mistake['input']!r}"
+            return f"`{path}` must {_expected(mistake)}, but {_found(mistake['input'])}"
+
+
+def _expected(mistake: Mapping[str, Any]) -> str:
+    """What a value must be, as the end of a sentence with "must"."""
+    context = mistake.get("ctx", {})
+    kind = WORDS.get(mistake["type"])
+    if kind is not None:
+        return f"be {kind.format(**context)}"
+    if mistake["type"] == "string_pattern_mismatch":
+        return f"match {context['pattern']}"
+    return "be " + str(mistake["msg"]).removeprefix("Input should be ").partition(", ")[0]
+
+
+def _found(value: object) -> str:
+    """What is there, as the end of a sentence with "but"."""
+    if value is None:
+        return "is empty"
+    if isinstance(value, dict) and value:
+        return f"is a section with the keys {', '.join(map(str, value))}"
+    return f"is {value!r}"
 
 
 def _suggestion(location: tuple[str | int, ...], model: type[BaseModel]) -> str:

@@ -65,9 +65,24 @@ def test_a_misspelt_key_is_refused() -> None:
     assert "did you mean `run.steps`" in refused("run", config(LATENCY), "run.step=3")
 
 
-def test_too_few_ranks_are_refused() -> None:
-    paragraph = refused("run", config(LATENCY), "-n", "2", "ranks.trainers=2")
-    assert "-n 2 leaves no rank to generate: ranks.trainers is 2" in paragraph
+@pytest.mark.parametrize("ranks", [2, 1, 0, -3])
+def test_too_few_ranks_are_refused(ranks: int) -> None:
+    paragraph = refused("run", config(LATENCY), "-n", str(ranks), "ranks.trainers=2")
+    assert f"-n {ranks} leaves no rank to generate: ranks.trainers is 2" in paragraph
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("config",), "Give a config to explain"),
+        (("run",), "Missing argument 'CONFIG'. See `headrace run --help`."),
+        (("run", "c.yaml", "-n", "many"), "Invalid value for '-n'"),
+        (("run", "c.yaml", "--fast"), "No such option: --fast"),
+        (("train", "c.yaml"), "No such command 'train'. See `headrace --help`."),
+    ],
+)
+def test_a_wrong_command_line_is_one_paragraph(arguments: tuple[str, ...], words: str) -> None:
+    assert words in refused(*arguments)
 
 
 def test_a_missing_model_folder_is_refused() -> None:

@@ -68,11 +68,24 @@ def test_a_bad_override_is_explained(tmp_path: Path, override: str, expected: st
         ("run: {stepss: 3}\n", "unknown key `run.stepss` (did you mean `run.steps`?)"),
         ("max_staleness: 3\n", "unknown key `max_staleness` (did you mean `ledger.max_staleness`?)"),
         ("rollout: {zzz: 3}\n", "unknown key `rollout.zzz` (known here: engine, group_size"),
-        ("run: {steps: many}\n", "`run.steps` should be a valid integer, not 'many'"),
-        ("run: {steps: 0}\n", "`run.steps` should be greater than or equal to 1, not 0"),
-        ("rollout: {kv: x}\n", "`rollout.kv` should be 'keep' or 'recompute', not 'x'"),
+        ("run: {steps: many}\n", "`run.steps` must be a whole number, but is 'many'"),
+        ("run: {steps: 2.5}\n", "`run.steps` must be a whole number, but is 2.5"),
+        ("run: {steps: 0}\n", "`run.steps` must be 1 or more, but is 0"),
+        ("run: {name: a b}\n", "`run.name` must match ^[A-Za-z0-9][A-Za-z0-9._-]*$, but is 'a b'"),
+        ("run: {name: null}\n", "`run.name` must be a text, but is empty"),
+        ("rollout: {kv: x}\n", "`rollout.kv` must be 'keep' or 'recompute', but is 'x'"),
+        ("rollout: {top_p: 2}\n", "`rollout.top_p` must be 1 or less, but is 2"),
+        ("rollout: {stop: a}\n", "`rollout.stop` must be a list, but is 'a'"),
+        ("train: {betas: [0.9]}\n", "`train.betas.1` is missing"),
+        (
+            "train: {betas: [0.9, 0.9, 0.9]}\n",
+            "`train.betas` must be a list of at most 2 values, but is [0.9, 0.9, 0.9]",
+        ),
+        ("data: {chat: maybe}\n", "`data.chat` must be true or false, but is 'maybe'"),
+        ("data: {file: {a: 1}}\n", "`data.file` must be a path, but is a section with the keys a"),
         ("run: {heartbeat_s: 100}\n", "run.silence_limit_s must be at least 3 times run.heartbeat_s"),
-        ("run: 3\n", "`run` should be"),
+        ("run: 3\n", "`run` must be a section with keys, but is 3"),
+        ("run: null\n", "`run` must be a section with keys, but is empty"),
     ],
 )
 def test_a_mistake_names_the_key_and_what_was_expected(tmp_path: Path, text: str, expected: str) -> None:
@@ -94,8 +107,9 @@ def test_a_missing_source_of_data_is_told(tmp_path: Path) -> None:
     [
         ("run: {steps: 3\nmodel: x\n", "line 2"),
         ("run: {steps: 3, steps: 4}\n", "the key 'steps' is given twice"),
-        ("- a\n- b\n", "expected sections"),
-        ("", "expected sections"),
+        ("- a\n- b\n", "it holds a list; a config has sections such as `run:`"),
+        ("steps\n", "it holds a single value; a config has sections"),
+        ("", "it is empty; a config has sections"),
     ],
 )
 def test_what_is_not_a_config_is_told_with_its_place(tmp_path: Path, text: str, expected: str) -> None:
