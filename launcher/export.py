@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.comm.errors import ConfigError, DataError, HeadraceError
+from headrace.comm.errors import ConfigError, DataError
+from headrace.comm.files import written_whole
 from headrace.launcher.config import read_yaml
 from headrace.launcher.runfolder import checkpoints
 
@@ -32,16 +33,30 @@ def export(run: Path, out: Path | None = None, step: int | None = None) -> Path:
     """
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} isn't a run folder: it has no config.yaml. Give the folder, for instance runs/NAME.")
+    config = read_yaml(run / "config.yaml")
+    _check_trained(run, config)
     checkpoint = _checkpoint(run, step)
-    model = read_yaml(run / "config.yaml").get("model") or {}
+    model = config.get("model") or {}
     initial = Path(model["path"]) if model.get("path") else run / "initial_model"
     if not (initial / "config.json").is_file():
         raise DataError(f"The initial model {initial}, whose config and tokenizer the export needs, isn't there.")
     out = out or run / "export" / checkpoint.name
     if out.exists():
         raise ConfigError(f"{out} exists already; give another folder or remove it.")
-    _write_whole(out, checkpoint, initial, model.get("dtype", "bfloat16"))
+    dtype = model.get("dtype", "bfloat16")
+    with written_whole(out, "The export") as partial:
+        shutil.copytree(initial, partial, ignore=shutil.ignore_patterns(*NOT_COPIED), dirs_exist_ok=True)
+        _write_dtype(partial / "config.json", dtype)
+        _write_weights(partial / "model.safetensors", checkpoint, dtype)
     return out
+
+
+def _check_trained(run: Path, config: dict[str, Any]) -> None:
+    if (config.get("rollout") or {}).get("engine") == "latency":
+        raise ConfigError(
+            f"{run} is a run of `rollout.engine: latency`, which makes up its tokens and trains no model: there are no "
+            "weights to export. Export a run of the torch engine."
+        )
 
 
 def _checkpoint(run: Path, step: int | None) -> Path:
@@ -51,20 +66,6 @@ def _checkpoint(run: Path, step: int | None) -> Path:
     if step is not None and step not in found:
         raise ConfigError(f"{run} has no checkpoint of step {step}; there are: {', '.join(map(str, found))}.")
     return found[max(found) if step is None else step]
-
-
-def _write_whole(out: Path, checkpoint: Path, initial: Path, dtype: str) -> None:
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(initial, partial, ignore=shutil.ignore_patterns(*NOT_COPIED))
-        _write_dtype(partial / "config.json", dtype)
-        _write_weights(partial / "model.safetensors", checkpoint, dtype)
-        partial.rename(out)
-    except OSError as error:
-        raise HeadraceError(f"{out} can't be written: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_dtype(file: Path, dtype: str) -> None:
@@ -78,11 +79,7 @@ def _write_weights(file: Path, checkpoint: Path, dtype: str) -> None:
     from safetensors.torch import save_file
 
     target = getattr(torch, dtype)
-    tensors = {name: tensor.to(target) for name, tensor in _master_weights(checkpoint)}
-    if not tensors:
-        raise DataError(f"The checkpoint {checkpoint} holds no weights; a run of the latency engine has none.")
-    save_file(tensors, file, {"format": "pt"})
-    file.chmod(0o644)  # safetensors makes files private; a model folder is often shared
+    save_file({name: tensor.to(target) for name, tensor in _master_weights(checkpoint)}, file, {"format": "pt"})
 
 
 def _master_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:

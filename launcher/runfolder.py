@@ -17,12 +17,13 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.comm.errors import ConfigError, HeadraceError
+from headrace.comm.errors import ConfigError
+from headrace.comm.files import disk_errors
 from headrace.launcher.config import Config, dump, read_yaml
 from headrace.train.checkpoint import CheckpointStore
 
@@ -205,16 +206,10 @@ def set_aside_records(attempt: Attempt) -> None:
             record.rename(before.folder / record.name)
 
 
-@contextmanager
-def writing(run: Path) -> Iterator[None]:
+def writing(run: Path) -> AbstractContextManager[None]:
     """Turn a failure to write into one paragraph."""
-    try:
-        yield
-    except OSError as error:
-        raise HeadraceError(
-            f"The run folder {run} can't be written: {error.strerror or error}. Free some space or mend the "
-            "permissions there, or put the run elsewhere by run.dir=FOLDER."
-        ) from error
+    remedy = "Free some space or mend the permissions there, or put the run elsewhere by run.dir=FOLDER."
+    return disk_errors(f"The run folder {run}", run, remedy)
 
 
 def _attempt_numbers(run: Path) -> list[int]:

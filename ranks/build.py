@@ -6,6 +6,7 @@ torch is imported only below this module, and only by ranks that train or genera
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -255,6 +256,8 @@ def _warm_start(rank: Rank, data: Data, engine: TorchTrainEngine) -> None:
     if rank.index == 0:
         rank.say(f"warm start: {len(losses)} steps, loss {losses[0]:.3f} → {losses[-1]:.3f}")
     if config.train.kl != "none":
+        if rank.index == 0:
+            shutil.rmtree(rank.folder / REFERENCE, ignore_errors=True)  # of a start before this one
         engine.save_model(rank.folder / REFERENCE)
 
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 import xxhash
-from safetensors import SafetensorError
 
 from headrace.comm.errors import DataError, HeadraceError
+from headrace.comm.files import disk_errors
 
 MARKER = "COMPLETE"
 STATE_FILE = "trainer.json"
@@ -178,16 +178,13 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
+    remedy = (
+        "Its unfinished files were removed and the older checkpoints are untouched: free some space or give run.dir a "
+        "larger disk, then go on by --resume."
+    )
     try:
-        yield
-    except (OSError, SafetensorError) as error:
+        with disk_errors(f"The checkpoint {folder}", folder, remedy):
+            yield
+    except HeadraceError:
         shutil.rmtree(folder, ignore_errors=True)
-        raise HeadraceError(
-            f"The checkpoint {folder.name} couldn't be written in {folder.parent} ({error}); its unfinished files were "
-            f"removed and the older checkpoints are untouched. {_free_space(folder.parent)}Free space or give run.dir "
-            "a larger disk, then start again with --resume."
-        ) from error
-
-
-def _free_space(folder: Path) -> str:
-    return f"The disk has {shutil.disk_usage(folder).free / 2**30:.1f} GiB left. " if folder.exists() else ""
+        raise

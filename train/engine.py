@@ -65,5 +65,6 @@ class TrainEngine(Protocol):
     def load_state(self, folder: Path) -> None: ...
 
     def save_model(self, folder: Path) -> None:
-        """Write a Hugging Face folder (config, safetensors); tokenizer files are the caller's."""
+        """Write a new Hugging Face folder (config, safetensors), whole or not at all; tokenizer files are the caller's.
+        Raises HeadraceError if it can't be written."""
         ...

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.comm.errors import HeadraceError
+from headrace.comm.files import written_whole
 from headrace.comm.weights import TensorSpec, WeightTensor
 from headrace.train import engine_state
 from headrace.train.batch import Denominators, LossFunction, PackedBatch, TrainSample
@@ -176,9 +177,9 @@ class TorchTrainEngine:
             if self.peers.rank == 0:
                 tensors[weight.name] = whole.cpu().contiguous()
         if self.peers.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-            self._save_configs(folder)
+            with written_whole(folder, "The model folder") as partial:
+                save_file(tensors, partial / "model.safetensors", {"format": "pt"})
+                self._save_configs(partial)
         self.peers.largest(0)  # nobody goes on before the files are there
 
     def _save_configs(self, folder: Path) -> None:

@@ -147,7 +147,8 @@ def test_a_full_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     file = config(LATENCY)
     monkeypatch.setattr("headrace.launcher.runfolder._write", full)
     paragraph = refused("run", file)
-    assert "runs/x can't be written: No space left on device. Free some space" in paragraph
+    assert "runs/x can't be written: No space left on device (" in paragraph
+    assert "GiB free). Free some space" in paragraph
 
 
 def test_no_mpi_at_all_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

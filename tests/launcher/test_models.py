@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.comm.errors import ConfigError, DataError
+from headrace.comm.errors import ConfigError, DataError, HeadraceError
 from headrace.launcher import models
 from headrace.launcher.models import fetch_smollm2, main, make_tiny_model
 from headrace.ranks.config import TinyModelConfig
@@ -64,7 +64,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(models, "_random_llama", full_disk)
-    with pytest.raises(DataError, match="No space left"):
+    with pytest.raises(HeadraceError, match=r"The model folder .*tiny can't be written: No space left .* GiB free"):
         make_tiny_model(tmp_path / "tiny", TINY, 0)
     assert not list(tmp_path.iterdir())
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from headrace.comm.errors import ConfigError, DataError
+from headrace.comm.errors import ConfigError, DataError, HeadraceError
 from headrace.launcher.config import Config, validate
 from headrace.launcher.export import export
 from headrace.launcher.models import make_tiny_model
@@ -30,6 +31,13 @@ from headrace.train.checkpoint import CheckpointStore
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+TINY = {
+    "model": {"tiny": {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1}},
+    "data": {"environment": "reasoning_gym:gcd"},
+    "rollout": {"max_tokens": 8},
+}
 
 
 def config(**run: object) -> Config:
@@ -113,8 +121,7 @@ def checkpoint(run: Path, step: int, tensors: list[dict[str, torch.Tensor]]) -> 
 @pytest.fixture
 def trained() -> Path:
     """A run of a tiny model with checkpoints of steps 20 and 40, whose weights are the initial ones times 2 and 3."""
-    tree = {"run": {"name": "x"}, "model": {"tiny": {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1}}}
-    loaded = validate(tree | {"data": {"environment": "reasoning_gym:gcd"}, "rollout": {"max_tokens": 8}}, "test")
+    loaded = validate(TINY | {"run": {"name": "x"}}, "test")
     run = begin_attempt(loaded).run
     make_tiny_model(run / "initial_model", loaded.model.tiny or TinyModelConfig(), 0)
     weights = load_file(run / "initial_model" / "model.safetensors")
@@ -159,8 +166,27 @@ def test_what_cannot_be_exported_is_told(trained: Path) -> None:
         export(trained, Path("taken"))
     with pytest.raises(ConfigError, match="isn't a run folder"):
         export(Path("nowhere"))
+    begun = begin_attempt(validate(TINY | {"run": {"name": "begun"}}, "test")).run
+    make_tiny_model(begun / "initial_model", TinyModelConfig(layers=1, hidden=16, heads=2, kv_heads=1), 0)
     with pytest.raises(DataError, match="has no checkpoint yet"):
-        export(begin_attempt(config(name="new")).run)
+        export(begun)
+    latency = begin_attempt(config(name="latency")).run
+    checkpoint(latency, 20, [])
+    with pytest.raises(ConfigError, match=r"latency is a run of `rollout\.engine: latency`, .* no weights to export"):
+        export(latency)
+
+
+def test_an_export_to_a_full_disk_is_one_paragraph_and_leaves_nothing(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(HeadraceError, match=r"The export out can't be written: .*No space left on device") as error:
+        export(trained, Path("out"))
+    assert "\n" not in str(error.value)
+    assert [path.name for path in Path().iterdir()] == ["runs"]
 
 
 def test_a_run_folder_in_use_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_tensor_file_is_one_clear_error(
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
     try:
-        with pytest.raises(HeadraceError, match=r"step_000001.writing couldn't be written"), store.writing(1) as folder:
+        with pytest.raises(HeadraceError, match=r"step_000001.writing can't be written"), store.writing(1) as folder:
             save_file({"weight": np.zeros(5000, np.float32)}, folder / "engine_0.safetensors")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -240,8 +240,8 @@ def test_a_saved_model_is_loaded_by_hugging_face(
 
 
 def test_saving_in_bfloat16_says_so(folders: Folders, tmp_path: Path) -> None:
-    make_engine(folders["tied"], dtype="bfloat16").save_model(tmp_path)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
+    make_engine(folders["tied"], dtype="bfloat16").save_model(tmp_path / "model")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
