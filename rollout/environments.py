@@ -6,20 +6,22 @@ import difflib
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, overload
 
 from headrace.comm.errors import ConfigError, DataError
-from headrace.comm.imports import load_object
+from headrace.comm.imports import load_function
 from headrace.rollout.config import DataConfig
 from headrace.rollout.task import Environment, Reward, Task
 
 REASONING_GYM = "reasoning_gym:"
 ROUNDS = 64
 """How many times as many reasoning-gym tasks as wanted are looked at to find distinct ones."""
+
+LIST_FAMILIES = "python -c 'import reasoning_gym.factory as f; print(*sorted(f.DATASETS))'"
 
 Question = str | list[dict[str, str]]
 
@@ -77,7 +79,8 @@ class NamedReward:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._function: Reward = load_object(path, "data.reward")
+        self._function: Reward = load_function(path, "data.reward")
+        _check_call("data.reward", f"{path} is called with (task, answer), which it can't take", self._function, 0, 0)
 
     def __call__(self, task: Task, answer: str) -> float:
         return self._function(task, answer)
@@ -179,11 +182,8 @@ def _is_message(message: Any) -> bool:
 def _own(data: DataConfig, held_out: int) -> Environment:
     """The tasks that a function of the user's returns, scored by exact match."""
     assert data.environment is not None, "the config has an environment or a file"
-    make = load_object(data.environment, "data.environment")
-    try:
-        inspect.signature(make).bind(**data.options)
-    except (TypeError, ValueError) as error:  # ValueError: a built-in without a signature
-        raise ConfigError(f"data.options: {data.environment} can't be called with them: {error}.") from error
+    make = load_function(data.environment, "data.environment")
+    _check_call("data.options", f"{data.environment} can't be called with them", make, **data.options)
     tasks = make(**data.options)
     if not _is_indexed(tasks) or (len(tasks) and not isinstance(tasks[0], Task)):
         raise ConfigError(
@@ -191,6 +191,16 @@ def _own(data: DataConfig, held_out: int) -> Environment:
             f"and an index), not {type(tasks)}."
         )
     return _split(tasks, held_out, data.size, data.environment, exact_match)
+
+
+def _check_call(key: str, complaint: str, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> None:
+    """Raise if the arguments don't fit the function."""
+    try:
+        inspect.signature(function).bind(*arguments, **options)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {complaint}: {error}.") from error
+    except ValueError:
+        return  # a built-in function may have no signature to look at
 
 
 def _is_indexed(tasks: Any) -> bool:
@@ -275,7 +285,10 @@ def _check_family(family: str) -> None:
     from reasoning_gym.factory import DATASETS
 
     if family not in DATASETS:
-        raise ConfigError(f"data.environment: reasoning-gym has no family {family!r}{_nearest(family, DATASETS)}")
+        raise ConfigError(
+            f"data.environment: reasoning-gym has no family {family!r}{_nearest(family, DATASETS)} "
+            f"`{LIST_FAMILIES}` lists all {len(DATASETS)}."
+        )
 
 
 def _check_options(family: str, options: dict[str, Any]) -> None:
@@ -286,13 +299,13 @@ def _check_options(family: str, options: dict[str, Any]) -> None:
         if name in ("seed", "size"):
             raise ConfigError(f"data.options: {name} is set by {'run.seed' if name == 'seed' else 'data.size'}.")
         if name not in known:
-            raise ConfigError(f"data.options: {family} has no option {name!r}{_nearest(name, known)}")
+            raise ConfigError(
+                f"data.options: {family} has no option {name!r}{_nearest(name, known)} "
+                f"There are: {', '.join(sorted(known)) or 'none'}."
+            )
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    if close:
-        return f"; did you mean {' or '.join(close)}?"
-    return f". There are: {', '.join(names)}."
+def _nearest(name: str, known: Collection[str]) -> str:
+    """The end of a sentence about an unknown name: what may have been meant."""
+    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(close)}?" if close else "."

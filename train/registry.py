@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
 from headrace.comm.errors import ConfigError
-from headrace.comm.imports import is_import_path, load_object
+from headrace.comm.imports import is_import_path, load_function
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -40,19 +40,15 @@ class Registry(Generic[F]):
             ConfigError: there is no such name, the import fails, or what it gives can't be called.
         """
         if name not in self._functions:
-            self._functions[name] = self._load(name) if is_import_path(name) else self._refuse(name)
+            if not is_import_path(name):
+                raise self._unknown(name)
+            self._functions[name] = cast(F, load_function(name, self.key))
         return self._functions[name]
 
-    def _load(self, path: str) -> F:
-        function = load_object(path, self.key)
-        if not callable(function):
-            raise ConfigError(f"{self.key}: {path} is a {type(function).__name__}; it must be a function.")
-        return cast(F, function)
-
-    def _refuse(self, name: str) -> F:
+    def _unknown(self, name: str) -> ConfigError:
         nearest = difflib.get_close_matches(name, self.names)
         guess = f" Did you mean {' or '.join(nearest)}?" if nearest else ""
-        raise ConfigError(
+        return ConfigError(
             f"{self.key}: there is no {name!r}.{guess} Known are {', '.join(self.names)}; for one of your own give "
             "package.module:function or path/to/file.py:function."
         )

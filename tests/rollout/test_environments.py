@@ -136,19 +136,49 @@ def test_every_family_loads(family: str) -> None:
     ("settings", "words"),
     [
         ({"environment": "reasoning_gym:chain_sums"}, "did you mean chain_sum"),
-        ({"environment": "reasoning_gym:zzzzzz"}, "There are: .*gcd"),
+        ({"environment": "reasoning_gym:zzzzzz"}, r"no family 'zzzzzz'\. `python -c .* lists all \d+\.$"),
         ({"options": {"min_term": 2}}, "no option 'min_term'; did you mean min_terms"),
+        ({"options": {"zzzzzz": 2}}, r"no option 'zzzzzz'\. There are: .*min_terms"),
         ({"options": {"seed": 2}}, "seed is set by run.seed"),
         ({"options": {"size": 2}}, "size is set by data.size"),
         ({"options": {"min_terms": 5, "max_terms": 2}}, "chain_sum refuses"),
         ({"options": {"min_terms": "many"}}, "chain_sum refuses"),
         ({"environment": "no_such_module:f"}, "importing no_such_module failed"),
-        ({"reward": "math:no_such_name"}, "has no 'no_such_name'"),
+        ({"environment": "nowhere/mine.py:f"}, "there is no file nowhere/mine.py"),
+        ({"environment": "math"}, "isn't of the form"),
+        ({"environment": "math:pi"}, "math:pi is a float; it must be a function"),
+        ({"reward": "math:no_such_name"}, r"has no 'no_such_name'\.$"),
+        ({"reward": "math:hypo"}, "has no 'hypo'; did you mean hypot?"),
+        ({"reward": "math:pi"}, "data.reward: math:pi is a float; it must be a function"),
+        ({"reward": "random:seed_all"}, "data.reward: random has no 'seed_all'"),
+        ({"reward": "textwrap:dedent"}, r"called with \(task, answer\), which it can't take: too many positional"),
     ],
 )
 def test_a_mistake_in_the_config_is_named(settings: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_environment(gym(**{"environment": "reasoning_gym:chain_sum", **settings}), 0, 0)
+
+
+def test_the_message_about_an_unknown_family_stays_short() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_environment(gym("chain_sums"), 0, 0)
+    assert len(str(error.value)) < 250
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import math\nmath.sqrt(-1)\n", r"failed: ValueError: .*domain.* \(.*broken\.py, line 2\)\."),
+        ("def f(:\n", r"failed: SyntaxError: .* \(broken\.py, line 1\)\."),
+        ("import no_such_module\n", r"failed: ModuleNotFoundError: .* \(.*broken\.py, line 1\)\."),
+        ("open('nothing')\n", r"failed: FileNotFoundError: .*nothing.* \(.*broken\.py, line 1\)\."),
+    ],
+)
+def test_an_error_in_a_file_of_the_user_s_is_told_with_its_place(tmp_path: Path, code: str, words: str) -> None:
+    (tmp_path / "broken.py").write_text(code)
+    with pytest.raises(ConfigError, match=words) as error:
+        load_environment(DataConfig(environment=f"{tmp_path / 'broken.py'}:f"), 0, 0)
+    assert "\n" not in str(error.value)
 
 
 def test_a_function_of_the_user_s_makes_tasks_and_the_last_are_held_out(own: str) -> None:
