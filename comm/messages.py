@@ -6,6 +6,11 @@
     generator ── Started([(ticket, attempt, born)]) ▶ ledger of the ticket (ticket mod number of ledgers)
     generator ── Finished([SampleMeta]) ────────▶ ledger of the ticket
     generator ── Failed(ticket, attempt, reason) ▶ ledger of the ticket
+    generator ── Returned([(ticket, attempt)]) ─▶ ledger of the ticket   not begun: give them to another
+    generator ◀─ Cut([(ticket, attempt)], keep) ── ledger            overdue: end these groups with what there is
+    generator ◀─ Dropped([(ticket, attempt)]) ──── ledger            these count no more: stop and forget them
+    generator ◀─ Forgotten(room) ───────────────── ledger            you were silent: so many asks were forgotten
+    any       ── Silence(rank, over) ───────────▶ trainers           a generator is taken for lost, or is back
     ledger    ── RoundPart(...) ────────────────▶ ledger             one hop of an all-gather among the ledgers
     trainer   ── Pull(tickets) ─────────────────▶ generator          the data of finished groups
     trainer   ◀─ Pulled(...) + buffers ────────── generator
@@ -56,6 +61,20 @@ class SampleMeta(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     response_tokens: int
     reward: float
+    spans: tuple[tuple[int, int], ...] = ()
+    """(version, tokens) of the response, in order; empty when all of it has version `born`."""
+
+    def tokens_since(self, version: int) -> int:
+        """Tokens of the response that were sampled with `version` or a newer one."""
+        if self.born >= version:
+            return self.response_tokens
+        return sum(tokens for sampled, tokens in self.spans if sampled >= version)
+
+    def born_since(self, version: int) -> int:
+        """The oldest version, from `version` on, of its tokens; `version` itself where there is none."""
+        if self.born >= version:
+            return self.born
+        return min((sampled for sampled, _ in self.spans if sampled >= version), default=version)
 
 
 class GeneratorCounters(msgspec.Struct, frozen=True, array_like=True):
@@ -94,6 +113,8 @@ class Started(Message, frozen=True):
 class Finished(Message, frozen=True):
     samples: list[SampleMeta]
     counters: GeneratorCounters
+    left_out: list[tuple[int, int, int]] = []
+    """(ticket, sample, attempt) of samples that end without data, since their groups were cut without keeping them."""
 
 
 class Failed(Message, frozen=True):
@@ -103,6 +124,45 @@ class Failed(Message, frozen=True):
     """A short word for the metrics, for instance `reward_raised`."""
     text: str
     """The error as it was."""
+
+
+class Returned(Message, frozen=True):
+    """Groups that were granted and not begun; their tickets go to others."""
+
+    tickets: list[tuple[int, int]]
+    """(ticket, attempt)."""
+
+
+class Cut(Message, frozen=True):
+    """These groups hold up a step: end them now. Answered by `Finished`, `Failed`, or, for groups without a token, by
+    `Returned`."""
+
+    tickets: list[tuple[int, int]]
+    """(ticket, attempt)."""
+    keep: bool
+    """True: the unfinished samples end as they are, truncated. False: they are left out."""
+
+
+class Dropped(Message, frozen=True):
+    """These groups are given up by their ledger: stop sampling them, forget their data."""
+
+    tickets: list[tuple[int, int]]
+    """(ticket, attempt)."""
+
+
+class Forgotten(Message, frozen=True):
+    """The generator was taken for lost: what it had asked for here is forgotten."""
+
+    room: int
+    """How many asks that were."""
+
+
+class Silence(Message, frozen=True):
+    """From whoever watches a generator's heartbeats, to every trainer."""
+
+    rank: int
+    over: bool
+    """False: the generator is taken for lost. True: it is heard again."""
 
 
 class RoundPart(Message, frozen=True):

@@ -9,6 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from headrace.comm.config import Section, WeightsConfig
+from headrace.ranks.tickets import Overdue
 from headrace.rollout.config import DataConfig, EvalConfig, RolloutConfig
 from headrace.train.config import TrainConfig
 
@@ -128,6 +129,44 @@ class LedgerConfig(Section):
     groups_per_step: int = Field(8, ge=1)
     """Groups (prompts) in one optimizer step."""
 
+    overdue: Overdue = "wait"
+    """What happens when a step could be trained but for groups that are due and unfinished. `wait`: they are waited
+    for. `cut`: their unfinished samples end at once and are trained as truncated. `mask`: the step is trained without
+    them; later, their tokens older than the bound are masked out of the loss. `drop`: they are given up, and counted
+    with the reason `overdue`. All but `wait` need `max_staleness` > 0."""
+
+    settle_by: Literal["group", "sample"] = "group"
+    """What `overdue: drop` gives up: the whole group, or only the samples of it that aren't finished while the others
+    are trained."""
+
+    filter: Literal["none", "no_variance"] = "none"
+    """`no_variance`: a group whose rewards are all equal teaches nothing to a group-relative advantage; it is dropped
+    with the reason `no_variance` and another takes its place."""
+
+    filter_cap: float = Field(4.0, gt=0)
+    """Most groups that are filtered per step, in multiples of `groups_per_step`; beyond it they are trained as they
+    are, so that a task which is too easy or too hard can't hold up the run for ever."""
+
+    reissue_after_s: float = Field(60.0, gt=0)
+    """A generator that has said nothing for so long is taken for lost, in seconds: its tickets are granted to others.
+    Should it return, it goes on, and what it finishes meanwhile counts where it still can. After
+    `run.silence_limit_s` the job ends."""
+
+    @model_validator(mode="after")
+    def _policies_fit(self) -> Self:
+        if self.overdue != "wait" and self.max_staleness == 0:
+            raise ValueError(
+                f"ledger.overdue: {self.overdue} needs ledger.max_staleness > 0: at 0 every group is due at once"
+            )
+        if self.settle_by == "sample" and self.overdue != "drop":
+            raise ValueError("ledger.settle_by: sample goes with ledger.overdue: drop, and only with it")
+        return self
+
+    @property
+    def filtered_per_step(self) -> int:
+        """Most groups without reward variance that are dropped per step."""
+        return 0 if self.filter == "none" else max(1, round(self.filter_cap * self.groups_per_step))
+
 
 class CheckpointConfig(Section):
     """What is kept so that a run can go on after it was ended."""
@@ -152,6 +191,24 @@ class JobConfig(Section):
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def in_order(self) -> bool:
+        """Step v trains tickets vB … vB + B - 1: the promise of equal bits needs it."""
+        return self.run.deterministic and self.ledger.max_staleness == 0 and self.weights.publish_every == 1
+
+    @model_validator(mode="after")
+    def _filter_can_compare_and_replace(self) -> Self:
+        if self.ledger.filter == "none":
+            return self
+        if self.rollout.group_size == 1:
+            raise ValueError("ledger.filter: no_variance compares the rewards of a group; rollout.group_size is 1")
+        if self.in_order:
+            raise ValueError(
+                "ledger.filter can't be used in a deterministic run at max_staleness 0: there every step trains fixed "
+                "tickets, and a filtered one couldn't be replaced"
+            )
+        return self
 
     @model_validator(mode="after")
     def _model_and_data_go_with_the_engine(self) -> Self:

@@ -3,7 +3,8 @@
 The snapshot is one `Standing` per ledger, gathered by a round (`ranks/rounds.py`). `B` groups make a step; a group has
 a deadline, the last step that may train it.
 
-- `choose`: can step v be formed, and from how many groups of which deadline of which ledger;
+- `decide`: can step v be formed, and from how many groups of which deadline of which ledger; which unfinished groups
+  are overdue;
 - `credit_moves`: which offered credits go to which ledger that wants some;
 - `redirection`: whether parked asks should go to another ledger;
 - `partition`: which replica trains which of the chosen groups.
@@ -12,9 +13,14 @@ a deadline, the last step that may train it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from heapq import heapify, heapreplace
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+
+if TYPE_CHECKING:
+    from headrace.ranks.tickets import LedgerSpec
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True):
@@ -43,27 +49,83 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 
 
 Choice = list[dict[int, int]]
-"""By ledger: deadline → how many finished groups are taken."""
+"""By ledger: deadline → how many groups."""
 
 
-def choose(standings: Sequence[Standing], size: int) -> Choice | None:
-    """The batch of the step that all standings name, or None: wait.
+class Decision(NamedTuple):
+    """What a round's snapshot allows."""
 
-    The `size` finished groups with the earliest deadlines are taken if what remains can still be trained in time; equal
-    deadlines one at a time from ledgers in an order that rotates with the step. Fewer than `size` are taken only at the
-    end of the data: nothing unfinished and no number left anywhere. An empty batch means that the run is over.
+    taken: Choice | None
+    """Finished groups that make the step; an empty choice when the run is over, None: wait."""
+    struck: Choice | None = None
+    """Unfinished groups that the overdue policy strikes; None: none."""
+
+
+def decide(standings: Sequence[Standing], spec: LedgerSpec) -> Decision:
+    """The batch of the step that all standings name, and what the overdue policy does if there is none.
+
+    The policy strikes unfinished groups without which the step could go on: those due by this step, and those of later
+    deadlines that would be too many then. `cut` (and `drop` by sample) asks for them, and they make a later batch;
+    `drop` and `mask` go on without them at once, so there must be a whole batch of others. At the end of the data, when
+    only struck groups are left, nothing else is waited for.
     """
-    step = standings[0].step
-    finished = sum((Counter(s.finished) for s in standings), Counter[int]())
-    unfinished = sum((Counter(s.unfinished) for s in standings), Counter[int]())
-    if finished.total() < size and not is_end_of_data(standings):
-        return None
+    size, step = spec.groups_per_step, standings[0].step
+    finished, unfinished = _totals(standings)
+    if finished.total() >= size or is_end_of_data(standings):
+        taken = _earliest(finished, size)
+        if in_time(finished - taken + unfinished, step, size):
+            return Decision(_shares(taken, [s.finished for s in standings], step))
+    if spec.overdue == "wait":
+        return Decision(None)
     taken = _earliest(finished, size)
-    if not in_time(finished - taken + unfinished, step, size):
-        return None
-    choice: Choice = [{} for _ in standings]
-    for deadline, count in taken.items():
-        shares = deal(count, [s.finished.get(deadline, 0) for s in standings], step)
+    struck = _overdue(finished - taken, unfinished, step, size)
+    alone = struck == unfinished and not any(s.numbers for s in standings)
+    shares = _shares(struck, [s.unfinished for s in standings], step) if struck else None
+    if spec.overdue == "cut" or spec.by_sample:
+        return Decision(None, shares if finished.total() + struck.total() >= size or alone else None)
+    rest = finished - taken + unfinished - struck
+    if spec.overdue == "mask":
+        rest[step + spec.oldest] += struck.total()
+    elif alone and finished.total() < size:
+        return Decision(_shares(taken, [s.finished for s in standings], step) if taken else None, shares)
+    if not struck or finished.total() < size or not in_time(rest, step, size):
+        return Decision(None)
+    return Decision(_shares(taken, [s.finished for s in standings], step), shares)
+
+
+def _totals(standings: Sequence[Standing]) -> tuple[Counter[int], Counter[int]]:
+    """(finished, unfinished) groups by deadline, over all ledgers."""
+    finished: Counter[int] = Counter()
+    unfinished: Counter[int] = Counter()
+    for standing in standings:
+        for deadline, count in standing.finished.items():
+            finished[deadline] += count
+        for deadline, count in standing.unfinished.items():
+            unfinished[deadline] += count
+    return finished, unfinished
+
+
+def _overdue(finished: Counter[int], unfinished: Counter[int], step: int, size: int) -> Counter[int]:
+    """The fewest unfinished groups, earliest deadlines first, without which all others can be trained after `step`."""
+    struck: Counter[int] = Counter()
+    due = 0
+    for deadline in sorted(finished | unfinished):
+        due += finished[deadline] + unfinished[deadline]
+        excess = due - (deadline - step) * size
+        for earlier in sorted(d for d in unfinished if d <= deadline):
+            count = min(excess, unfinished[earlier] - struck[earlier])
+            if count > 0:
+                struck[earlier] += count
+                excess -= count
+                due -= count
+    return struck
+
+
+def _shares(counts: Counter[int], rooms: Sequence[Mapping[int, int]], step: int) -> Choice:
+    """Divide counts by deadline over the ledgers, one at a time in an order that rotates with the step."""
+    choice: Choice = [{} for _ in rooms]
+    for deadline, count in counts.items():
+        shares = deal(count, [room.get(deadline, 0) for room in rooms], step)
         for share, ledger in zip(shares, choice, strict=True):
             if share:
                 ledger[deadline] = share
@@ -145,9 +207,10 @@ def partition(tokens: Sequence[int], replicas: int) -> list[int]:
     the least so far (Graham's LPT rule, at most 4/3 of the best possible maximum). No replica goes without when there
     are as many groups as replicas."""
     loads = [(0, 0, replica) for replica in range(replicas)]
+    heapify(loads)
     placed = [0] * len(tokens)
     for group in sorted(range(len(tokens)), key=lambda group: (-tokens[group], group)):
-        load, count, replica = min(loads)
+        load, count, replica = loads[0]
         placed[group] = replica
-        loads[replica] = (load + tokens[group], count + 1, replica)
+        heapreplace(loads, (load + tokens[group], count + 1, replica))
     return placed

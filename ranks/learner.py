@@ -61,10 +61,9 @@ class PolicyLearner:
         from headrace.train.objective import build_samples
 
         samples = build_samples(groups, self._config.train, indices)
-        lengths = [meta.response_tokens for group in formed.groups for meta in group.samples]
         denominators = Denominators(
-            tokens=float(sum(lengths)),
-            sequences=sum(length > 0 for length in lengths),
+            tokens=float(sum(group.loss_tokens for group in formed.groups)),
+            sequences=sum(group.sequences for group in formed.groups),
             max_tokens=self._config.rollout.max_tokens,
         )
         if self._needs_proximal:

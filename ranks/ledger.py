@@ -3,9 +3,11 @@
     number ──grant──▶ GRANTED ──started──▶ STARTED ──all samples──▶ FINISHED ──chosen──▶ CHOSEN ──end of step──▶ trained
        ▲                 │  │                 │  │                     │  ▲                │
        │                 │  └──── failed ─────┴──│──▶ failed           │  └─── undone ─────┤
-       └──── lost ───────┴───────────────────────┴─────────────────────┴───────────────────┘ (only if undone)
+       │                 ├──── overdue ───────┬──│──▶ dropped ◀────────┤ overdue            │
+       │                 │                    │  │       ▲ no variance │                   │
+       └──── lost ───────┴────────────────────┴──┴───────┴─────────────┴───────────────────┘ (only if undone)
 
-A lost ticket goes back first in line, to be granted again as a new attempt.
+A lost ticket, and one that its generator returns, goes back first in line, to be granted again as a new attempt.
 
 A ledger owns the ticket numbers k ≡ index (mod number of ledgers). Each grant spends a credit; there are C in all
 (`LedgerSpec.credits`), dealt round-robin over the ledgers at the start and, as groups are trained, at publications.
@@ -15,67 +17,34 @@ start is reported, the version that really began it.
 Why staleness stays within the bound and nothing is dropped for age: let N(d) be the outstanding tickets with a deadline
 ≤ d. Before step v, N(d) ≤ (d - v + 1)·B is needed for every d. The newest class is bounded by C ≤ (D + 1)·B. An older
 class only shrinks, since nobody grants with so old a version any more once every ledger has ended that step, and
-`forming.choose` takes a batch only if what it leaves keeps the inequality. What several ledgers decide together is in
+`forming.decide` takes a batch only if what it leaves keeps the inequality. What several ledgers decide together is in
 `forming.py`, how they talk in `node.py`.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
 
 from headrace.comm.messages import SampleMeta, TicketGrant
 from headrace.ranks import forming
 from headrace.ranks.forming import Standing
-from headrace.ranks.tickets import FormedGroup, LedgerSpec, LedgerState, SavedGroup, TicketCounts, add_counts, require
+from headrace.ranks.outstanding import Stage, Ticket, Work, readmitted
+from headrace.ranks.tickets import (
+    NO_VARIANCE,
+    OVERDUE,
+    FormedGroup,
+    LedgerSpec,
+    LedgerState,
+    SavedGroup,
+    TicketCounts,
+    add_counts,
+    formed_group,
+    require,
+)
 
-
-class Stage(Enum):
-    """Where an outstanding ticket is."""
-
-    GRANTED = "granted"
-    STARTED = "started"
-    FINISHED = "finished"
-    CHOSEN = "chosen"
-
-
-@dataclass(slots=True)
-class Work:
-    """What one attempt has brought so far."""
-
-    generator: int
-    samples: dict[int, SampleMeta] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Ticket:
-    """An outstanding ticket."""
-
-    number: int
-    attempt: int
-    """The newest attempt."""
-    live: int
-    """The attempt that counts: the newest, or an older one whose late result finished the group."""
-    reserved: int
-    works: dict[int, Work]
-    stage: Stage = Stage.GRANTED
-
-    @property
-    def generator(self) -> int:
-        """Who works on it or holds it."""
-        return self.works[self.live].generator
-
-    @property
-    def samples(self) -> list[SampleMeta]:
-        found = self.works[self.live].samples
-        return [found[index] for index in sorted(found)]
-
-    @property
-    def open(self) -> bool:
-        return self.stage in (Stage.GRANTED, Stage.STARTED)
+Key = tuple[int, int]
+"""(ticket, attempt)."""
 
 
 class Ledger:
@@ -96,10 +65,16 @@ class Ledger:
         self._returned: list[tuple[int, int]] = []
         self._tickets: dict[int, Ticket] = {}
         self._parked: dict[int, int] = {}
+        self._absent: dict[int, int] = {}
         self._offered: dict[int, list[int]] = {}
         self._lost_offered: set[int] = set()
-        self._issued = self._trained = self._dropped = self._superseded = 0
+        self._told_open: dict[int, list[Key]] = {}
+        self._to_drop: dict[int, list[Key]] = {}
+        self._to_cut: dict[int, list[Key]] = {}
+        self._issued = self._trained = self._superseded = 0
+        self._dropped: dict[str, int] = {}
         self._failed: dict[str, int] = {}
+        self._may_filter = self._filter_share()
         held = 0 if state is None else self._restore(state.readmit(spec))
         self._deal(spec.credits_at(self.step) - held)
         self._saved = self._save()
@@ -107,9 +82,11 @@ class Ledger:
     # Asks and grants
 
     def ask(self, generator: int, room: int) -> None:
-        """Park the generator's ask; `room` adds to what it asked for before."""
+        """Park the generator's ask; `room` adds to what it asked for before. Asks of one that is taken for lost wait
+        until it is `back`."""
         require(room >= 1, f"rank {generator} asked for {room} groups")
-        self._parked[generator] = self._parked.get(generator, 0) + room
+        asks = self._absent if generator in self._absent else self._parked
+        asks[generator] = asks.get(generator, 0) + room
 
     def grant(self) -> dict[int, list[TicketGrant]]:
         """Grant what parked asks, credits and numbers allow; generators take turns, one ticket each."""
@@ -153,7 +130,8 @@ class Ledger:
         number, attempt = self._take_number()
         self._issued += attempt == 0
         self.credits -= 1
-        self._tickets[number] = Ticket(number, attempt, attempt, self.published, {attempt: Work(generator)})
+        works = {attempt: Work(generator)}
+        self._tickets[number] = Ticket(number, attempt, attempt, self.published, self.published, works)
         return TicketGrant(number, attempt, self.published)
 
     def _take_number(self) -> tuple[int, int]:
@@ -172,23 +150,28 @@ class Ledger:
             self._superseded += 1
             return
         require(generator == ticket.generator, f"rank {generator} started ticket {number} of rank {ticket.generator}")
-        require(born >= ticket.reserved, f"rank {generator} began ticket {number} with {born} < {ticket.reserved}")
-        ticket.reserved = born
+        require(born >= ticket.floor, f"rank {generator} began ticket {number} with {born} < {ticket.floor}")
+        ticket.reserved = max(born, ticket.reserved)
+        ticket.floor = born
         ticket.stage = Stage.STARTED
 
     def finished(self, generator: int, sample: SampleMeta) -> None:
         """A sample is finished; the last one finishes its group. What doesn't count is counted as superseded."""
         ticket = self._tickets.get(sample.ticket)
-        if ticket is None or not self._counts(ticket, sample):
-            self._superseded += 1
+        if ticket is None or not self._counts(ticket, sample.sample, sample.attempt, sample.born):
+            self._supersede(generator, sample.ticket, sample.attempt)
             return
-        work = ticket.works.setdefault(sample.attempt, Work(generator))
-        require(
-            generator == work.generator, f"rank {generator} finished ticket {sample.ticket} of rank {work.generator}"
-        )
-        work.samples[sample.sample] = sample
-        if len(work.samples) == self.spec.group_size:
-            self._complete(ticket, sample.attempt)
+        self._work(ticket, sample.attempt, generator).samples[sample.sample] = sample
+        self._complete_if_whole(ticket, sample.attempt)
+
+    def left_out(self, generator: int, number: int, sample: int, attempt: int) -> None:
+        """A sample of a group that was cut ends without data."""
+        ticket = self._tickets.get(number)
+        if ticket is None or not self._counts(ticket, sample, attempt, ticket.floor):
+            self._supersede(generator, number, attempt)
+            return
+        self._work(ticket, attempt, generator).left_out.add(sample)
+        self._complete_if_whole(ticket, attempt)
 
     def failed(self, number: int, attempt: int, reason: str) -> None:
         """The group is given up for good: its credit is free, another ticket takes its place."""
@@ -197,12 +180,24 @@ class Ledger:
             self._superseded += 1
             return
         self._failed = add_counts([self._failed, {reason: 1}])
-        self._drop(ticket)
+        self._tell_dropped(ticket, but=ticket.attempt)
+        self._settle(ticket)
 
-    def lost(self, generator: int) -> None:
-        """The generator is gone: its asks are forgotten, its tickets go back, except those in the batch being trained,
-        which go back only if the batch is undone."""
-        self._parked.pop(generator, None)
+    def returned(self, generator: int, number: int, attempt: int) -> None:
+        """The generator hands a group back that it hasn't begun."""
+        ticket = self._tickets.get(number)
+        if ticket is None or attempt != ticket.attempt or not ticket.open:
+            self._superseded += 1
+            return
+        require(generator == ticket.generator, f"rank {generator} returned ticket {number} of rank {ticket.generator}")
+        self._return(ticket)
+
+    def lost(self, generator: int) -> int:
+        """The generator is gone, or taken for it: its asks are forgotten (returns how many those were), its tickets go
+        back, except those in the batch being trained, which go back only if the batch is undone."""
+        if generator in self._absent:
+            return 0
+        self._absent[generator] = 0
         offered = {number for numbers in self._offered.values() for number in numbers}
         for ticket in list(self._tickets.values()):
             self._forget_late_work(ticket, generator)
@@ -212,44 +207,103 @@ class Ledger:
                 self._lost_offered.add(ticket.number)
             else:
                 self._return(ticket)
+        return self._parked.pop(generator, 0)
 
-    def _counts(self, ticket: Ticket, sample: SampleMeta) -> bool:
-        """Whether the sample is one that an unfinished ticket lacks."""
-        if not ticket.open or not 0 <= sample.sample < self.spec.group_size or sample.attempt > ticket.attempt:
+    def back(self, generator: int) -> None:
+        """A generator that was taken for lost is heard again: it may be granted tickets."""
+        room = self._absent.pop(generator, 0)
+        if room:
+            self.ask(generator, room)
+
+    @property
+    def absent(self) -> Collection[int]:
+        """Generators that are taken for lost."""
+        return self._absent.keys()
+
+    def take_dropped(self) -> dict[int, list[Key]]:
+        """By generator: groups that count no more though it may have or make them; each is told once."""
+        dropped, self._to_drop = self._to_drop, {}
+        return dropped
+
+    def take_cut(self) -> dict[int, list[Key]]:
+        """By generator: overdue groups that it should end; each is told once."""
+        cut, self._to_cut = self._to_cut, {}
+        return cut
+
+    def _counts(self, ticket: Ticket, sample: int, attempt: int, born: int) -> bool:
+        """Whether the sample is one that an unfinished ticket lacks. A result of an older attempt is as good as one of
+        the newest if it is young enough for the deadline."""
+        if not ticket.open or not 0 <= sample < self.spec.group_size or attempt > ticket.attempt:
             return False
-        work = ticket.works.get(sample.attempt)
-        if work is not None and sample.sample in work.samples:
+        work = ticket.works.get(attempt)
+        if work is not None and work.has(sample):
             return False
-        if sample.attempt < ticket.attempt:
-            return self._late_counts(ticket, sample)
-        text = f"ticket {sample.ticket} sample {sample.sample}: born {sample.born}, granted {ticket.reserved}"
-        require(sample.born >= ticket.reserved, text)
-        return True
+        if attempt == ticket.attempt:
+            text = f"ticket {ticket.number} sample {sample}: born {born}, granted {ticket.floor}"
+            require(born >= ticket.floor, text)
+        return born >= ticket.floor
 
-    def _late_counts(self, ticket: Ticket, sample: SampleMeta) -> bool:
-        """A result of an older attempt is as good as one of the newest if it is young enough for the deadline."""
-        return sample.born >= ticket.reserved
+    def _work(self, ticket: Ticket, attempt: int, generator: int) -> Work:
+        work = ticket.works.setdefault(attempt, Work(generator))
+        text = f"rank {generator} finished ticket {ticket.number} of rank {work.generator}"
+        require(generator == work.generator, text)
+        return work
 
-    def _complete(self, ticket: Ticket, attempt: int) -> None:
-        """One attempt is whole. An old one may have become too old by the start of the newest since it began."""
+    def _complete_if_whole(self, ticket: Ticket, attempt: int) -> None:
+        """An old attempt that is whole may have become too old by the start of the newest since it began."""
         work = ticket.works[attempt]
-        if attempt < ticket.attempt and not all(self._late_counts(ticket, s) for s in work.samples.values()):
-            self._superseded += len(ticket.works.pop(attempt).samples)
+        if work.settled < self.spec.group_size:
             return
+        if any(sample.born < ticket.floor for sample in work.samples.values()):
+            self._superseded += work.settled
+            del ticket.works[attempt]
+            self._tell(work.generator, ticket.number, attempt)
+            return
+        self._tell_dropped(ticket, but=attempt)
         ticket.works = {attempt: work}
         ticket.live = attempt
         ticket.stage = Stage.FINISHED
+        if not work.samples:
+            self._drop(ticket, OVERDUE)
+        elif self._may_filter and len({sample.reward for sample in work.samples.values()}) == 1:
+            self._may_filter -= 1
+            self._drop(ticket, NO_VARIANCE)
+
+    def _supersede(self, generator: int, number: int, attempt: int) -> None:
+        """A report that counts for nothing; its owner may forget the data, unless they are those that count."""
+        self._superseded += 1
+        ticket = self._tickets.get(number)
+        if ticket is None or attempt not in ticket.works:
+            self._tell(generator, number, attempt)
 
     def _forget_late_work(self, ticket: Ticket, generator: int) -> None:
         ticket.works = {a: work for a, work in ticket.works.items() if a == ticket.live or work.generator != generator}
 
-    def _drop(self, ticket: Ticket) -> None:
+    def _tell_dropped(self, ticket: Ticket, but: int | None = None) -> None:
+        for attempt, work in ticket.works.items():
+            if attempt != but:
+                self._tell(work.generator, ticket.number, attempt)
+
+    def _tell(self, generator: int, number: int, attempt: int) -> None:
+        told = self._to_drop.setdefault(generator, [])
+        if (number, attempt) not in told:
+            told.append((number, attempt))
+
+    def _drop(self, ticket: Ticket, reason: str) -> None:
+        self._dropped = add_counts([self._dropped, {reason: 1}])
+        self._tell_dropped(ticket)
+        self._settle(ticket)
+
+    def _settle(self, ticket: Ticket) -> None:
         """No longer outstanding; its credit is free again."""
         del self._tickets[ticket.number]
         self.credits += 1
 
     def _return(self, ticket: Ticket) -> None:
-        self._drop(ticket)
+        """What is finished of it is given up; what is still being made may count when it comes late."""
+        if not ticket.open:
+            self._tell_dropped(ticket)
+        self._settle(ticket)
         heapq.heappush(self._returned, (ticket.number, ticket.attempt + 1))
 
     # Rounds
@@ -260,12 +314,13 @@ class Ledger:
         if escrow:
             self.credits, self._escrow = 0, self.credits
         self._offered = self._finished_by_deadline()
+        self._told_open = self._open_by_deadline()
         number = self.next_number
         numbers = self._numbers_left()
         return Standing(
             step=self.step,
             finished={deadline: len(found) for deadline, found in self._offered.items()},
-            unfinished=dict(Counter(self._deadline(t) for t in self._tickets.values() if t.open)),
+            unfinished={deadline: len(found) for deadline, found in self._told_open.items()},
             chosen=sum(t.stage is Stage.CHOSEN for t in self._tickets.values()),
             credits=self.credits + self._escrow,
             undealt=self._undealt,
@@ -275,9 +330,12 @@ class Ledger:
             next_number=-1 if number is None else number,
         )
 
-    def deliver(self, gained: int, taken: Mapping[int, int] | None) -> list[FormedGroup]:
-        """The result of the round: `gained` credits (negative: given away), and how many groups were chosen here by
-        deadline (None: no step was formed). Returns the chosen groups, lost ones among them: see `lost_chosen`."""
+    def deliver(
+        self, gained: int, taken: Mapping[int, int] | None, struck: Mapping[int, int] | None = None
+    ) -> list[FormedGroup]:
+        """The result of the round: `gained` credits (negative: given away), how many groups were chosen here by
+        deadline (None: no step was formed), and how many unfinished ones the overdue policy strikes. Returns the chosen
+        groups, lost ones among them: see `lost_chosen`."""
         self.credits += self._escrow + gained
         self._escrow = 0
         chosen = [number for deadline, count in (taken or {}).items() for number in self._offered[deadline][:count]]
@@ -287,7 +345,26 @@ class Ledger:
         for number in sorted(self._lost_offered.difference(chosen)):
             self._return(self._tickets[number])
         self._lost_offered.intersection_update(chosen)
+        for deadline, count in (struck or {}).items():
+            self._strike(self._told_open[deadline], count)
         return [self._formed(self._tickets[number]) for number in sorted(chosen)]
+
+    def _strike(self, told: list[Key], count: int) -> None:
+        """Strike `count` of the groups that the others were told of as unfinished. Those that have been settled or lost
+        since count as struck; those that have finished since are struck last, since the step goes on without them."""
+        there = [self._tickets[number] for number, attempt in told if self._is_outstanding(number, attempt)]
+        there.sort(key=lambda ticket: not ticket.open)
+        for ticket in there[: max(0, count - (len(told) - len(there)))]:
+            if self.spec.overdue == "mask":
+                ticket.reserved = self.step
+            elif self.spec.overdue == "drop" and not self.spec.by_sample:
+                self._drop(ticket, OVERDUE)
+            elif ticket.open and not ticket.cut:
+                ticket.cut = True
+                self._to_cut.setdefault(ticket.generator, []).append((ticket.number, ticket.attempt))
+
+    def _is_outstanding(self, number: int, attempt: int) -> bool:
+        return number in self._tickets and self._tickets[number].attempt == attempt
 
     @property
     def lost_chosen(self) -> set[int]:
@@ -314,6 +391,13 @@ class Ledger:
                 found.setdefault(self._deadline(ticket), []).append(ticket.number)
         return {deadline: sorted(numbers) for deadline, numbers in found.items()}
 
+    def _open_by_deadline(self) -> dict[int, list[Key]]:
+        found: dict[int, list[Key]] = {}
+        for ticket in self._tickets.values():
+            if ticket.open:
+                found.setdefault(self._deadline(ticket), []).append((ticket.number, ticket.attempt))
+        return {deadline: sorted(keys) for deadline, keys in found.items()}
+
     def _numbers_left(self) -> int:
         """Counted up to C: more can't be granted."""
         end = self.spec.end_of_numbers(self.step)
@@ -323,9 +407,8 @@ class Ledger:
         return min(self._most_credits, len(self._returned) + fresh)
 
     def _formed(self, ticket: Ticket) -> FormedGroup:
-        born = min(sample.born for sample in ticket.samples)
-        deadline = self._deadline(ticket)
-        return FormedGroup(ticket.number, ticket.live, ticket.generator, self.index, -1, born, deadline, ticket.samples)
+        oldest = self.step - self._oldest
+        return formed_group(ticket.number, ticket.generator, self.index, self._deadline(ticket), ticket.samples, oldest)
 
     # Steps
 
@@ -340,6 +423,7 @@ class Ledger:
         spent = self.spec.credits_at(self.step) - self.spec.credits_at(self.step + 1)
         self._undealt += trained - spent
         self.step += 1
+        self._may_filter = self._filter_share()
         if published:
             self.published = self.step
             earned = max(0, self._undealt)
@@ -353,6 +437,11 @@ class Ledger:
         self.credits += shares[self.index]
         self._deal_next = (self._deal_next + credits) % self.ledgers
 
+    def _filter_share(self) -> int:
+        """How many groups may be filtered here in this step: the odd ones in turn."""
+        most = self.spec.filtered_per_step
+        return forming.deal(most, [most] * self.ledgers, self.step)[self.index]
+
     # What is counted and saved
 
     def counts(self) -> TicketCounts:
@@ -360,11 +449,12 @@ class Ledger:
         return TicketCounts(
             issued=self._issued,
             trained=self._trained,
-            dropped=self._dropped,
+            dropped=sum(self._dropped.values()),
             failed=sum(self._failed.values()),
             outstanding=len(self._tickets),
             returned=sum(attempt > 0 for _, attempt in self._returned),
             superseded=self._superseded,
+            dropped_reasons=dict(self._dropped),
             failed_reasons=dict(self._failed),
         )
 
@@ -404,7 +494,7 @@ class Ledger:
             returned=sorted([*self._returned, *running]),
             issued=self._issued,
             trained=self._trained,
-            dropped=self._dropped,
+            dropped=dict(self._dropped),
             failed=dict(self._failed),
             superseded=self._superseded,
         )
@@ -419,16 +509,10 @@ class Ledger:
         heapq.heapify(self._returned)
         for group in whole.finished:
             if group.ticket % self.ledgers == self.index:
-                self._tickets[group.ticket] = _readmitted(group)
+                self._tickets[group.ticket] = readmitted(group)
         self._issued = len(self._tickets) + sum(attempt > 0 for _, attempt in self._returned)
         if self.index == 0:
-            self._issued += whole.trained + whole.dropped + sum(whole.failed.values())
-            self._trained, self._dropped, self._failed = whole.trained, whole.dropped, dict(whole.failed)
+            self._issued += whole.trained + sum(whole.dropped.values()) + sum(whole.failed.values())
+            self._trained, self._dropped, self._failed = whole.trained, dict(whole.dropped), dict(whole.failed)
             self._superseded = whole.superseded
         return len(whole.finished)
-
-
-def _readmitted(group: SavedGroup) -> Ticket:
-    work = Work(group.owner, {sample.sample: sample for sample in group.samples})
-    live = group.samples[0].attempt
-    return Ticket(group.ticket, group.attempt, live, group.reserved, {live: work}, Stage.FINISHED)

@@ -17,9 +17,15 @@ from typing import Any
 import numpy as np
 
 from headrace.comm.messages import GeneratorCounters, StepReport
-from headrace.ranks.tickets import FormedStep
+from headrace.ranks.tickets import NO_VARIANCE, OVERDUE, FormedStep, TicketCounts
 
 TICKETS = ("issued", "trained", "dropped", "failed", "outstanding", "returned")
+
+
+def ticket_totals(counts: TicketCounts) -> dict[str, int]:
+    """The running totals that a step reports; dropped tickets by reason, too."""
+    totals = {name: getattr(counts, name) for name in TICKETS}
+    return totals | {f"dropped_{reason}": counts.dropped_reasons.get(reason, 0) for reason in (OVERDUE, NO_VARIANCE)}
 
 
 class MetricsFile:
@@ -100,7 +106,8 @@ class MetricsGatherer:
 
     def _merge(self, reports: Sequence[StepReport]) -> dict[str, Any]:
         now = time.monotonic()
-        line: dict[str, Any] = {f"tickets/{name}": sum(r.tickets[name] for r in reports) for name in TICKETS}
+        names = reports[0].tickets
+        line: dict[str, Any] = {f"tickets/{name}": sum(r.tickets[name] for r in reports) for name in names}
         times = {name: float(np.mean([r.times[name] for r in reports])) for name in reports[0].times}
         wall = times.pop("wall")
         line |= {f"time/{name}": value for name, value in times.items()}
@@ -136,13 +143,13 @@ class MetricsGatherer:
 
 def batch_metrics(formed: FormedStep, step_s: float) -> dict[str, Any]:
     """What the metadata of the whole batch says, the same on every trainer."""
-    metas = [meta for group in formed.groups for meta in group.samples]
-    lengths = [meta.response_tokens for meta in metas]
-    trained = sum(meta.prompt_tokens + meta.response_tokens for meta in metas)
+    groups = formed.groups
+    samples = sum(group.samples for group in groups)
+    trained = sum(group.tokens for group in groups)
     return {
-        "reward/mean": float(np.mean([meta.reward for meta in metas])),
-        "response_length/mean": float(np.mean(lengths)),
-        "response_length/max": max(lengths),
-        "staleness/max": formed.step - min(meta.born for meta in metas),
+        "reward/mean": sum(group.reward_sum for group in groups) / samples,
+        "response_length/mean": sum(group.response_tokens for group in groups) / samples,
+        "response_length/max": max(group.longest for group in groups),
+        "staleness/max": max((formed.step - group.born for group in groups if group.sequences), default=0),
         "tokens/trained_per_s": trained / step_s if step_s > 0 else 0.0,
     }

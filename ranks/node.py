@@ -2,7 +2,9 @@
 
     generator ── Ask ───────────────────────────▶ receive      granted at once from free credits, otherwise parked
     generator ◀─ Grants, Redirect ─────────────── grants, results of rounds
-    generator ── Started, Finished, Failed ─────▶ receive
+    generator ── Started, Finished, Failed, Returned ▶ receive
+    generator ◀─ Dropped, Cut, Forgotten ──────── what was settled without it, is overdue, or was taken for lost
+    anyone    ── Silence ───────────────────────▶ lost, back   a generator is taken for lost, or is heard again
     ledger    ◀─ RoundPart ─────────────────────▶ ledger       rounds: every ledger learns every ledger's contribution
     trainer   ── end_step, lost, unform ────────▶
     trainer   ◀─ take_formed ────────────────────
@@ -22,7 +24,7 @@ what `take_formed` returns comes back by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from typing import ClassVar
 
@@ -31,18 +33,23 @@ import msgspec
 from headrace.comm.errors import DataError
 from headrace.comm.messages import (
     Ask,
+    Cut,
+    Dropped,
     Failed,
     Finished,
+    Forgotten,
     GeneratorCounters,
     Grants,
     Message,
     Redirect,
+    Returned,
     RoundPart,
+    Silence,
     Started,
 )
 from headrace.comm.transport import Received
 from headrace.ranks import forming
-from headrace.ranks.forming import Choice, Standing
+from headrace.ranks.forming import Choice, Decision, Standing
 from headrace.ranks.ledger import Ledger
 from headrace.ranks.rounds import Rounds
 from headrace.ranks.tickets import FormedGroup, FormedStep, LedgerSpec, LedgerState, TicketCounts, require
@@ -79,7 +86,15 @@ class Contribution(msgspec.Struct, frozen=True, array_like=True):
 class LedgerNode:
     """One ledger among all; a `comm.service.Service`."""
 
-    handles: ClassVar[tuple[type[Message], ...]] = (Ask, Started, Finished, Failed, RoundPart)
+    handles: ClassVar[tuple[type[Message], ...]] = (
+        Ask,
+        Started,
+        Finished,
+        Failed,
+        Returned,
+        Silence,
+        RoundPart,
+    )
 
     def __init__(
         self,
@@ -126,6 +141,9 @@ class LedgerNode:
         if isinstance(message, RoundPart):
             self._deliver(self._rounds.receive(message))
             return
+        if isinstance(message, Silence):
+            self.back(message.rank) if message.over else self.lost(message.rank)
+            return
         require(source in self._generators, f"rank {source}, no generator, sent {type(message).__name__}")
         self._changed = True
         match message:
@@ -138,10 +156,15 @@ class LedgerNode:
                 self.counters[source] = message.counters
                 for sample in message.samples:
                     self.ledger.finished(source, sample)
+                for ticket, index, attempt in message.left_out:
+                    self.ledger.left_out(source, ticket, index, attempt)
             case Failed():
                 self.ledger.failed(message.ticket, message.attempt, message.reason)
                 self._failures.append(message)
-        self._send_grants()
+            case Returned():
+                for ticket, attempt in message.tickets:
+                    self.ledger.returned(source, ticket, attempt)
+        self._send_news()
 
     def tick(self, now: float) -> None:
         """Begin the next round when it is time: at once to share a chosen batch, soon when something has changed here
@@ -164,7 +187,7 @@ class LedgerNode:
         require(self.phase is Phase.TRAINING and step == self.ledger.step, f"end of step {step} in {self.describe()}")
         self.phase, self._formation, self._changed = Phase.FORMING, 0, True
         self.ledger.end_step(self._batch_size, published)
-        self._send_grants()
+        self._send_news()
 
     def take_formed(self) -> FormedStep | None:
         """The batch of the next step, once, and once more each time that it was undone and formed again: then the batch
@@ -178,11 +201,24 @@ class LedgerNode:
         return failures
 
     def lost(self, generator: int) -> None:
-        """The generator is gone, with all that it held. Groups of the batch in training whose data weren't pulled yet
-        are named by `unform`."""
-        self.ledger.lost(generator)
+        """The generator is gone, or taken for it, with all that it held. Groups of the batch in training whose data
+        weren't pulled yet are named by `unform`."""
+        forgotten = self.ledger.lost(generator)
+        if forgotten:
+            self._send(generator, Forgotten(forgotten))
         self._changed = True
-        self._send_grants()
+        self._send_news()
+
+    def back(self, generator: int) -> None:
+        """A generator that was taken for lost is heard again."""
+        self.ledger.back(generator)
+        self._changed = True
+        self._send_news()
+
+    @property
+    def absent(self) -> Collection[int]:
+        """Generators that are taken for lost."""
+        return self.ledger.absent
 
     def unform(self, tickets: Iterable[int]) -> None:
         """The data of these groups of the batch can't be had: undo the batch. Only before this replica ends the step,
@@ -239,28 +275,29 @@ class LedgerNode:
         self._check_credits(standings)
         self._ending = any(c.ending for c in contributions)
         lost = {ticket for c in contributions for ticket in c.undo}
-        choice = None if lost else self._choose(standings)
+        taken, struck = Decision(None) if lost else self._decide(standings)
         gained = forming.credit_moves(standings, self._rounds.round)[self.index]
-        chosen = self.ledger.deliver(gained, None if choice is None else choice[self.index])
+        mine = None if taken is None else taken[self.index]
+        chosen = self.ledger.deliver(gained, mine, None if struck is None else struck[self.index])
         self._wanted = any(s.wants for s in standings)
         if lost:
             self._undo_step(standings, lost)
         elif self._contributed is Phase.SHARING:
             self._share(contributions)
-        elif choice is not None:
-            self._take_choice(choice, chosen)
-        self._send_grants()
+        elif taken is not None:
+            self._take(taken, chosen)
+        self._send_news()
         self._redirect(standings)
 
-    def _choose(self, standings: Sequence[Standing]) -> Choice | None:
+    def _decide(self, standings: Sequence[Standing]) -> Decision:
         """The batch that this round's snapshot allows; an empty one when the run is over."""
         if self._contributed is not Phase.FORMING or not forming.same_step(standings):
-            return None
+            return Decision(None)
         if self.ledger.step >= self.spec.steps or self._ending:
-            return [{} for _ in standings]
-        return forming.choose(standings, self.spec.groups_per_step)
+            return Decision([{} for _ in standings])
+        return forming.decide(standings, self.spec)
 
-    def _take_choice(self, choice: Choice, chosen: list[FormedGroup]) -> None:
+    def _take(self, choice: Choice, chosen: list[FormedGroup]) -> None:
         """The batch of the step is chosen; next round its metadata are shared. An empty one ends the run."""
         self._batch_size = sum(sum(taken.values()) for taken in choice)
         self._chosen = chosen
@@ -315,6 +352,11 @@ class LedgerNode:
         for generator, asks in self.ledger.unpark(room).items():
             self._send(generator, Redirect(target, asks))
 
-    def _send_grants(self) -> None:
+    def _send_news(self) -> None:
+        """Tell the generators what has changed for them, its own order kept: what is dropped first."""
+        for generator, keys in self.ledger.take_dropped().items():
+            self._send(generator, Dropped(keys))
+        for generator, keys in self.ledger.take_cut().items():
+            self._send(generator, Cut(keys, keep=self.spec.overdue == "cut"))
         for generator, grants in self.ledger.grant().items():
             self._send(generator, Grants(grants))

@@ -259,7 +259,10 @@ def ledger_spec(config: JobConfig, tickets: int | None) -> LedgerSpec:
         group_size=config.rollout.group_size,
         steps=config.run.steps,
         tickets=tickets,
-        in_order=config.run.deterministic and config.ledger.max_staleness == 0 and config.weights.publish_every == 1,
+        in_order=config.in_order,
+        overdue=config.ledger.overdue,
+        by_sample=config.ledger.settle_by == "sample",
+        filtered_per_step=config.ledger.filtered_per_step,
     )
 
 

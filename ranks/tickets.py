@@ -6,11 +6,18 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from math import ceil, floor
+from typing import Literal
 
 import msgspec
 
 from headrace.comm.messages import SampleMeta
 from headrace.ranks.forming import in_time
+
+Overdue = Literal["wait", "cut", "mask", "drop"]
+
+OVERDUE = "overdue"
+NO_VARIANCE = "no_variance"
+"""Reasons for which groups are dropped."""
 
 
 class LedgerRuleError(AssertionError):
@@ -40,6 +47,12 @@ class LedgerSpec(msgspec.Struct, frozen=True):
     """How many ticket numbers there are (size of the dataset times epochs); None means no end."""
     in_order: bool = False
     """Step v trains tickets vB … vB + B - 1, whatever the timing of asks: for equal bits. Only with S = 0, p = 1."""
+    overdue: Overdue = "wait"
+    """What happens to groups that are due and unfinished while the others would make a step; see `forming.decide`."""
+    by_sample: bool = False
+    """`drop` leaves out the unfinished samples of a due group and trains the others."""
+    filtered_per_step: int = 0
+    """Most groups without reward variance that are dropped per step, over all ledgers; 0 drops none."""
 
     def end_of_numbers(self, step: int) -> int | None:
         """Tickets from this number on can't be granted while `step` is formed; None means that all can."""
@@ -82,6 +95,7 @@ class TicketCounts(msgspec.Struct, frozen=True, array_like=True):
     """Granted before, waiting to be granted again."""
     superseded: int
     """Reports that count for nothing: of an old attempt, of a settled or unknown ticket, repeated, out of range."""
+    dropped_reasons: dict[str, int]
     failed_reasons: dict[str, int]
 
     def __add__(self, other: TicketCounts) -> TicketCounts:
@@ -93,6 +107,7 @@ class TicketCounts(msgspec.Struct, frozen=True, array_like=True):
             outstanding=self.outstanding + other.outstanding,
             returned=self.returned + other.returned,
             superseded=self.superseded + other.superseded,
+            dropped_reasons=add_counts([self.dropped_reasons, other.dropped_reasons]),
             failed_reasons=add_counts([self.failed_reasons, other.failed_reasons]),
         )
 
@@ -102,7 +117,7 @@ class TicketCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FormedGroup(msgspec.Struct, frozen=True, array_like=True):
-    """One group of a formed step."""
+    """One group of a formed step: all that every replica needs to know of it."""
 
     ticket: int
     attempt: int
@@ -112,15 +127,45 @@ class FormedGroup(msgspec.Struct, frozen=True, array_like=True):
     """Index of the ledger that settles it."""
     replica: int
     """Index of the trainer replica that trains it."""
-    born: int
-    """Oldest version among its sampled tokens."""
     deadline: int
     """The last step that may train it."""
-    samples: list[SampleMeta]
+    born: int
+    """Oldest version among its tokens in the loss."""
+    samples: int
+    """Samples with data: the group's size, but for those that were left out."""
+    tokens: int
+    """Of prompts and responses."""
+    response_tokens: int
+    longest: int
+    """Tokens of the longest response."""
+    loss_tokens: int
+    """Response tokens in the loss; with `overdue: mask` those that are young enough."""
+    sequences: int
+    """Samples with a token in the loss."""
+    reward_sum: float
 
-    @property
-    def tokens(self) -> int:
-        return sum(sample.prompt_tokens + sample.response_tokens for sample in self.samples)
+
+def formed_group(
+    ticket: int, owner: int, ledger: int, deadline: int, samples: Sequence[SampleMeta], oldest: int
+) -> FormedGroup:
+    """What is to be known of a group of these samples. Tokens of versions before `oldest` aren't in the loss."""
+    in_loss = [sample.tokens_since(oldest) for sample in samples]
+    return FormedGroup(
+        ticket=ticket,
+        attempt=samples[0].attempt,
+        owner=owner,
+        ledger=ledger,
+        replica=-1,
+        deadline=deadline,
+        born=min(sample.born_since(oldest) for sample in samples),
+        samples=len(samples),
+        tokens=sum(sample.prompt_tokens + sample.response_tokens for sample in samples),
+        response_tokens=sum(sample.response_tokens for sample in samples),
+        longest=max(sample.response_tokens for sample in samples),
+        loss_tokens=sum(in_loss),
+        sequences=sum(tokens > 0 for tokens in in_loss),
+        reward_sum=sum(sample.reward for sample in samples),
+    )
 
 
 class FormedStep(msgspec.Struct, frozen=True):
@@ -144,6 +189,14 @@ class SavedGroup(msgspec.Struct, frozen=True):
     reserved: int
     """What its deadline is counted from."""
     samples: list[SampleMeta]
+    """Those with data; fewer than the group's size where some were left out."""
+
+    def counted_for(self, spec: LedgerSpec) -> SavedGroup:
+        """With the deadline that the run which goes on sees: only one that masks tokens can train them late."""
+        if spec.overdue == "mask":
+            return self
+        born = min(sample.born for sample in self.samples)
+        return msgspec.structs.replace(self, reserved=min(self.reserved, born))
 
 
 class LedgerState(msgspec.Struct, frozen=True):
@@ -163,7 +216,7 @@ class LedgerState(msgspec.Struct, frozen=True):
     """(number, attempt of its next grant): what was running or returned; attempt 0 was never granted."""
     issued: int
     trained: int
-    dropped: int
+    dropped: dict[str, int]
     failed: dict[str, int]
     superseded: int
 
@@ -189,7 +242,7 @@ class LedgerState(msgspec.Struct, frozen=True):
             returned=sorted(pair for s in states for pair in s.returned),
             issued=sum(s.issued for s in states),
             trained=sum(s.trained for s in states),
-            dropped=sum(s.dropped for s in states),
+            dropped=add_counts([s.dropped for s in states]),
             failed=add_counts([s.failed for s in states]),
             superseded=sum(s.superseded for s in states),
         )
@@ -203,7 +256,7 @@ class LedgerState(msgspec.Struct, frozen=True):
         d at most (d - step + 1)·B are due by d, and within the credits. The rest goes back as numbers."""
         kept: list[SavedGroup] = []
         due: Counter[int] = Counter()
-        for group in sorted(self.finished, key=lambda group: (group.reserved, group.ticket)):
+        for group in sorted((g.counted_for(spec) for g in self.finished), key=lambda g: (g.reserved, g.ticket)):
             trial = due + Counter([group.reserved + spec.oldest])
             fits = len(kept) < spec.credits_at(self.step) and all(s.born <= self.step for s in group.samples)
             if fits and in_time(trial, self.step - 1, spec.groups_per_step):

@@ -40,7 +40,7 @@ from headrace.comm.weights import Publisher
 from headrace.ranks.courier import Courier
 from headrace.ranks.heartbeat import MainState
 from headrace.ranks.learner import Learner
-from headrace.ranks.metrics import TICKETS, MetricsGatherer, batch_metrics
+from headrace.ranks.metrics import MetricsGatherer, batch_metrics, ticket_totals
 from headrace.ranks.node import LedgerNode
 from headrace.ranks.tickets import FormedStep
 from headrace.ranks.topology import RoleMap
@@ -286,10 +286,9 @@ class TrainerLoop:
         ages = [step - t.versions[t.loss_mask > 0] for group in batch.groups for t in group]
 
         def send() -> None:
-            counts = self._node.counts()
             report = StepReport(
                 step,
-                {name: getattr(counts, name) for name in TICKETS},
+                ticket_totals(self._node.counts()),
                 times,
                 float(sum(age.sum() for age in ages)),
                 sum(len(age) for age in ages),

@@ -8,7 +8,14 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.ranks.forming import Standing, choose, credit_moves, deal, in_time, partition, redirection
+from headrace.ranks.forming import Standing, credit_moves, deal, decide, in_time, partition, redirection
+from headrace.ranks.tickets import LedgerSpec, Overdue
+
+
+def spec(groups: int, overdue: Overdue = "wait", by_sample: bool = False) -> LedgerSpec:
+    """D = 2: groups granted at step 5 are due at 7."""
+    return LedgerSpec(groups, 2.0, 1, 1, 100, overdue=overdue, by_sample=by_sample)
+
 
 Deadlines = list[tuple[int, int]]
 """(ledger, deadline) of each ticket."""
@@ -50,7 +57,7 @@ def test_a_batch_is_formed_exactly_when_some_batch_may_be(
     finished: Deadlines, unfinished: Deadlines, size: int, numbers: int
 ) -> None:
     step = 5
-    choice = choose(standings_of(step, 3, finished, unfinished, numbers), size)
+    choice = decide(standings_of(step, 3, finished, unfinished, numbers), spec(size)).taken
     deadlines, running = [d for _, d in finished], [d for _, d in unfinished]
     short = not unfinished and not numbers
     count = min(size, len(finished)) if short else size
@@ -69,20 +76,87 @@ def test_a_batch_is_formed_exactly_when_some_batch_may_be(
 
 def test_equal_deadlines_are_taken_in_an_order_that_rotates_with_the_step() -> None:
     for step in range(3):
-        choice = choose(standings_of(step, 3, [(i, 9) for i in range(3)], [], 1), 1)
+        choice = decide(standings_of(step, 3, [(i, 9) for i in range(3)], [], 1), spec(1)).taken
         assert choice == [{9: 1} if i == step % 3 else {} for i in range(3)]
 
 
 def test_an_unfinished_group_that_is_due_is_waited_for() -> None:
-    assert choose(standings_of(5, 1, [(0, 6)], [(0, 5)], 1), 1) is None
-    assert choose(standings_of(5, 1, [(0, 6)], [(0, 6)], 1), 1) == [{6: 1}]
+    assert decide(standings_of(5, 1, [(0, 6)], [(0, 5)], 1), spec(1)).taken is None
+    assert decide(standings_of(5, 1, [(0, 6)], [(0, 6)], 1), spec(1)).taken == [{6: 1}]
 
 
 def test_fewer_than_a_batch_only_at_the_end_of_the_data() -> None:
-    assert choose(standings_of(5, 2, [(0, 6)], [], 1), 2) is None
-    assert choose(standings_of(5, 2, [(0, 6)], [(1, 7)], 0), 2) is None
-    assert choose(standings_of(5, 2, [(0, 6)], [], 0), 2) == [{6: 1}, {}]
-    assert choose(standings_of(5, 2, [], [], 0), 2) == [{}, {}]
+    assert decide(standings_of(5, 2, [(0, 6)], [], 1), spec(2)).taken is None
+    assert decide(standings_of(5, 2, [(0, 6)], [(1, 7)], 0), spec(2)).taken is None
+    assert decide(standings_of(5, 2, [(0, 6)], [], 0), spec(2)).taken == [{6: 1}, {}]
+    assert decide(standings_of(5, 2, [], [], 0), spec(2)).taken == [{}, {}]
+
+
+def counted(choice: list[dict[int, int]] | None) -> Counter[int]:
+    return sum((Counter(taken) for taken in choice or []), Counter[int]())
+
+
+@given(tickets, tickets, st.integers(1, 4))
+def test_drop_strikes_as_few_as_possible_and_only_when_the_others_make_a_step(
+    finished: Deadlines, unfinished: Deadlines, size: int
+) -> None:
+    standings = standings_of(5, 3, finished, unfinished, 1)
+    if decide(standings, spec(size)).taken is not None:
+        return
+    taken, struck = decide(standings, spec(size, "drop"))
+    deadlines, running = sorted(d for _, d in finished), [d for _, d in unfinished]
+    left = deadlines[size:]
+    fewest = next(
+        (
+            count
+            for count in range(1, len(running) + 1)
+            if any(may_leave([*left, *kept], 5, size) for kept in combinations(running, len(running) - count))
+        ),
+        None,
+    )
+    assert (taken is not None) == (len(deadlines) >= size and fewest is not None)
+    if taken is None:
+        assert struck is None
+        return
+    assert counted(taken) == Counter(deadlines[:size])
+    assert counted(struck).total() == fewest
+    assert all(
+        not Counter(counts) - Counter(d for i, d in unfinished if i == k) for k, counts in enumerate(struck or [])
+    )
+    assert may_leave([*left, *(Counter(running) - counted(struck)).elements()], 5, size)
+
+
+@given(tickets, tickets, st.integers(1, 4))
+def test_mask_strikes_what_drop_strikes_when_it_can_be_trained_later(
+    finished: Deadlines, unfinished: Deadlines, size: int
+) -> None:
+    standings = standings_of(5, 3, finished, unfinished, 1)
+    dropped, masked = decide(standings, spec(size, "drop")), decide(standings, spec(size, "mask"))
+    if masked.taken is None:
+        return
+    assert masked == dropped
+    later = [7] * counted(masked.struck).total()
+    rest = Counter(d for _, d in [*finished, *unfinished]) - counted(masked.taken) - counted(masked.struck)
+    assert may_leave([*rest.elements(), *later], 5, size)
+
+
+def test_cut_asks_for_the_groups_without_which_a_step_can_not_be_whole() -> None:
+    due = standings_of(5, 2, [(0, 6)], [(1, 5), (1, 6), (0, 7)], 1)
+    for policy in (spec(2, "cut"), spec(2, "drop", by_sample=True)):
+        taken, struck = decide(due, policy)
+        assert taken is None
+        assert struck == [{}, {5: 1}]
+    assert decide(due, spec(3, "cut")).struck is None, "two of three groups are no step"
+    assert decide(due, spec(2)).struck is None
+
+
+def test_at_the_end_of_the_data_nothing_but_overdue_groups_is_waited_for() -> None:
+    due = standings_of(5, 1, [(0, 6)], [(0, 5)], 0)
+    assert decide(due, spec(4, "cut")).struck == [{5: 1}]
+    assert decide(due, spec(4, "drop")) == ([{6: 1}], [{5: 1}])
+    assert decide(due, spec(4, "mask")) == (None, None), "there is nothing else to train"
+    assert decide(standings_of(5, 1, [], [(0, 5)], 0), spec(4, "drop")) == (None, [{5: 1}])
+    assert decide(standings_of(5, 1, [(0, 6)], [(0, 5)], 1), spec(4, "drop")) == (None, None)
 
 
 @given(st.integers(0, 30), st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(0, 20))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,8 +15,10 @@ from headrace.ranks.tickets import LedgerRuleError, LedgerSpec, LedgerState, Sav
 GENERATOR, OTHER = 5, 6
 
 
-def spec(groups: int = 2, staleness: float = 1, every: int = 1, size: int = 1, steps: int = 100) -> LedgerSpec:
-    return LedgerSpec(groups, staleness, every, size, steps, None)
+def spec(
+    groups: int = 2, staleness: float = 1, every: int = 1, size: int = 1, steps: int = 100, **policies: Any
+) -> LedgerSpec:
+    return LedgerSpec(groups, staleness, every, size, steps, None, **policies)
 
 
 def sample(ticket: int, born: int = 0, attempt: int = 0, index: int = 0) -> SampleMeta:
@@ -299,12 +302,12 @@ def test_a_resume_with_another_number_of_ledgers_issues_every_number_once() -> N
     assert sorted(found) == [(k, 1 if k in (0, 3) else 0) for k in range(12)]
 
 
-def group(ticket: int, reserved: int, born: int = 0) -> SavedGroup:
-    return SavedGroup(ticket, 0, GENERATOR, reserved, [sample(ticket, born)])
+def group(ticket: int, reserved: int, born: int | None = None) -> SavedGroup:
+    return SavedGroup(ticket, 0, GENERATOR, reserved, [sample(ticket, reserved if born is None else born)])
 
 
 def state(finished: list[SavedGroup], step: int) -> LedgerState:
-    return LedgerState(step, 1, [(0, 100)], finished, [], 100, 90, 0, {}, 0)
+    return LedgerState(step, 1, [(0, 100)], finished, [], 100, 90, {}, {}, 0)
 
 
 def test_readmission_keeps_what_can_be_trained_in_time() -> None:
@@ -317,6 +320,140 @@ def test_readmission_keeps_what_can_be_trained_in_time() -> None:
 def test_readmission_discards_tokens_of_versions_that_are_rolled_back() -> None:
     kept = state([group(7, 4, born=4), group(8, 4, born=5)], step=4).readmit(spec(4, 2))
     assert [g.ticket for g in kept.finished] == [7]
+
+
+def test_a_masked_group_is_readmitted_late_only_by_a_run_that_masks() -> None:
+    whole = state([group(7, 4, born=2)], step=4)
+    assert [g.ticket for g in whole.readmit(spec(1, 1, overdue="mask")).finished] == [7]
+    assert [g.ticket for g in whole.readmit(spec(1, 1)).finished] == [], "its token would be two versions old"
+
+
+def struck(ledger: Ledger, deadline: int, count: int) -> None:
+    """A round whose result is that unfinished groups are overdue."""
+    ledger.contribute(escrow=False)
+    ledger.deliver(0, None, {deadline: count})
+
+
+def test_cut_tells_the_generator_once_and_takes_what_comes() -> None:
+    ledger = Ledger(spec(1, 1, size=2, overdue="cut"), 0, 1)
+    granted(ledger)
+    struck(ledger, deadline=1, count=1)
+    struck(ledger, deadline=1, count=1)
+    assert ledger.take_cut() == {GENERATOR: [(0, 0)]}
+    assert ledger.take_cut() == {}
+    ledger.finished(GENERATOR, sample(0))
+    ledger.left_out(GENERATOR, 0, 1, 0)
+    assert ledger.contribute(escrow=False).finished == {1: 1}
+    formed = ledger.deliver(0, {1: 1})[0]
+    assert (formed.samples, formed.response_tokens) == (1, 4)
+
+
+def test_a_group_of_which_nothing_is_left_is_dropped_as_overdue() -> None:
+    ledger = Ledger(spec(1, 1, size=2, overdue="drop", by_sample=True), 0, 1)
+    granted(ledger)
+    struck(ledger, deadline=1, count=1)
+    assert ledger.take_cut() == {GENERATOR: [(0, 0)]}
+    for index in range(2):
+        ledger.left_out(GENERATOR, 0, index, 0)
+    assert ledger.counts().dropped_reasons == {"overdue": 1}
+    assert ledger.credits == ledger.spec.credits
+    ledger.check()
+
+
+def test_drop_settles_the_overdue_and_tells_their_generators() -> None:
+    ledger = Ledger(spec(1, 2, overdue="drop"), 0, 1)
+    granted(ledger, room=2)
+    struck(ledger, deadline=2, count=1)
+    assert ledger.take_dropped() == {GENERATOR: [(0, 0)]}
+    assert ledger.counts().dropped_reasons == {"overdue": 1}
+    assert ledger.credits == 2
+    ledger.finished(GENERATOR, sample(0))
+    assert ledger.counts().superseded == 1
+
+
+def test_a_strike_takes_those_that_are_still_unfinished_first_but_always_as_many() -> None:
+    ledger = Ledger(spec(1, 2, overdue="drop"), 0, 1)
+    granted(ledger, room=3)
+    ledger.contribute(escrow=False)
+    ledger.finished(GENERATOR, sample(0))
+    ledger.failed(1, 0, "raised")
+    ledger.deliver(0, None, {2: 2})
+    assert ledger.take_dropped() == {GENERATOR: [(2, 0)]}, "the failed one counts, the finished one is spared"
+    assert ledger.contribute(escrow=False).finished == {2: 1}
+    ledger.deliver(0, None, None)
+
+
+def test_mask_moves_the_deadline_and_counts_only_tokens_that_are_young_enough() -> None:
+    ledger = Ledger(spec(1, 1, overdue="mask"), 0, 1)
+    granted(ledger)
+    ledger.started(GENERATOR, 0, 0, 0)
+    for step in (1, 2):
+        ledger.end_step(0, published=True)
+        struck(ledger, deadline=step, count=1)
+        ledger.check()
+    spans = ((0, 5), (1, 3), (2, 1))
+    ledger.finished(GENERATOR, SampleMeta(0, 0, 0, 0, 3, 9, 1.0, spans))
+    assert ledger.contribute(escrow=False).finished == {3: 1}
+    formed = ledger.deliver(0, {3: 1})[0]
+    assert (formed.loss_tokens, formed.sequences, formed.born, formed.response_tokens) == (4, 1, 1, 9)
+
+
+@pytest.mark.parametrize(("rewards", "kept"), [([1.0, 1.0], False), ([1.0, 0.0], True)])
+def test_groups_without_variance_are_filtered_and_their_credit_is_free(rewards: list[float], kept: bool) -> None:
+    ledger = Ledger(spec(1, 1, size=2, filtered_per_step=1), 0, 1)
+    granted(ledger)
+    for index, reward in enumerate(rewards):
+        ledger.finished(GENERATOR, SampleMeta(0, index, 0, 0, 3, 4, reward))
+    assert ledger.counts().dropped_reasons == ({} if kept else {"no_variance": 1})
+    assert ledger.credits == ledger.spec.credits - kept
+    assert ledger.take_dropped() == ({} if kept else {GENERATOR: [(0, 0)]})
+
+
+def test_filtering_stops_at_its_cap_until_the_next_step() -> None:
+    ledgers = [Ledger(spec(8, 1, filtered_per_step=3), index, 2) for index in range(2)]
+    for step in range(2):
+        for ledger in ledgers:
+            for grant in granted(ledger, room=3):
+                ledger.finished(GENERATOR, sample(grant.ticket, born=step))
+            assert ledger.counts().outstanding == 3 * (step + 1) - ledger.counts().dropped
+        assert sum(ledger.counts().dropped for ledger in ledgers) == 3 * (step + 1)
+        for ledger in ledgers:
+            ledger.end_step(0, published=True)
+
+
+def test_a_returned_ticket_is_granted_again_and_its_credit_is_free() -> None:
+    ledger = Ledger(spec(), 0, 1)
+    granted(ledger)
+    ledger.returned(GENERATOR, 0, 0)
+    assert (ledger.counts().returned, ledger.credits) == (1, ledger.spec.credits)
+    assert granted(ledger, OTHER) == [TicketGrant(0, 1, 0)]
+    ledger.returned(GENERATOR, 0, 0)
+    assert ledger.counts().superseded == 1
+
+
+def test_a_generator_taken_for_lost_gets_nothing_until_it_is_back() -> None:
+    ledger = Ledger(spec(), 0, 1)
+    ledger.ask(GENERATOR, 9)
+    ledger.grant()
+    assert ledger.lost(GENERATOR) == 5, "asks that were forgotten"
+    assert ledger.lost(GENERATOR) == 0
+    ledger.ask(GENERATOR, 3)
+    assert ledger.grant() == {}
+    ledger.back(GENERATOR)
+    assert [(g.ticket, g.attempt) for g in ledger.grant()[GENERATOR]] == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_the_owner_of_what_does_not_count_is_told_to_forget_it_and_of_what_counts_never() -> None:
+    ledger = Ledger(spec(), 0, 1)
+    granted(ledger)
+    ledger.lost(GENERATOR)
+    granted(ledger, OTHER)
+    ledger.finished(GENERATOR, sample(0))
+    assert ledger.take_dropped() == {OTHER: [(0, 1)]}, "the late result of the first attempt counts"
+    ledger.finished(GENERATOR, sample(0))
+    assert ledger.take_dropped() == {}
+    ledger.finished(OTHER, sample(0, attempt=1))
+    assert ledger.take_dropped() == {OTHER: [(0, 1)]}
 
 
 def test_states_that_do_not_belong_together_are_refused() -> None:

@@ -8,20 +8,24 @@ import pytest
 
 from headrace.comm.messages import (
     Ask,
+    Cut,
+    Dropped,
     Failed,
     Finished,
+    Forgotten,
     GeneratorCounters,
     Grants,
     Message,
     Redirect,
     SampleMeta,
+    Silence,
     Started,
     TicketGrant,
 )
 from headrace.comm.simulated import SimulatedNetwork
 from headrace.comm.transport import Received
 from headrace.ranks.node import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, LedgerNode
-from headrace.ranks.tickets import FormedStep, LedgerRuleError, LedgerSpec, TicketCounts
+from headrace.ranks.tickets import FormedStep, LedgerRuleError, LedgerSpec, Overdue, TicketCounts
 
 TICK_S = 0.002
 
@@ -41,9 +45,16 @@ class Job:
         self.nodes = [LedgerNode(spec, i, ranks, [ledgers], self.transports[i].send) for i in ranks]
         self.grants: list[TicketGrant] = []
         self.redirects: list[Redirect] = []
+        self.dropped: list[tuple[int, int]] = []
+        self.cut: list[Cut] = []
+        self.forgotten: list[int] = []
 
     def say(self, message: Message, ledger: int = 0) -> None:
         self.transports[self.generator].send(ledger, message)
+
+    def tell_all(self, message: Message) -> None:
+        for ledger in range(len(self.nodes)):
+            self.say(message, ledger)
 
     def finish(self, ticket: int, length: int = 1, born: int = 0) -> None:
         self.say(Finished([SampleMeta(ticket, 0, 0, born, 3, length, 1.0)], counters()), ticket % len(self.nodes))
@@ -63,6 +74,12 @@ class Job:
                     case Redirect(ledger, room):
                         self.redirects.append(received.message)
                         self.say(Ask(room), ledger)
+                    case Dropped(tickets):
+                        self.dropped += tickets
+                    case Cut():
+                        self.cut.append(received.message)
+                    case Forgotten(room):
+                        self.forgotten.append(room)
 
     def formed(self) -> FormedStep:
         """The batch, which must be the same everywhere."""
@@ -280,8 +297,8 @@ def test_the_state_is_that_of_the_last_end_of_step() -> None:
 
 
 def test_counts_of_several_ledgers_add_up() -> None:
-    one, two = TicketCounts(5, 1, 0, 1, 2, 1, 0, {"a": 1}), TicketCounts(3, 1, 0, 2, 0, 0, 4, {"a": 1, "b": 1})
-    assert one + two == TicketCounts(8, 2, 0, 3, 2, 1, 4, {"a": 2, "b": 1})
+    one, two = TicketCounts(5, 1, 0, 1, 2, 1, 0, {}, {"a": 1}), TicketCounts(3, 1, 0, 2, 0, 0, 4, {}, {"a": 1, "b": 1})
+    assert one + two == TicketCounts(8, 2, 0, 3, 2, 1, 4, {}, {"a": 2, "b": 1})
     assert (one + two).balanced
 
 
@@ -303,3 +320,69 @@ def test_a_request_to_end_is_kept_even_in_the_middle_of_a_round(ledgers: int, wa
 
 def test_a_run_that_is_resumed_beyond_its_last_step_has_no_credits() -> None:
     assert spec(4, steps=3).credits_at(3) == spec(4, steps=3).credits_at(5) == 0
+
+
+def overdue_job(overdue: Overdue, by_sample: bool = False) -> Job:
+    """Three groups are granted with D = 1; those of tickets 1 and 2 are finished, that of ticket 0 never is."""
+    job = Job(LedgerSpec(1, 1, 1, 1, 100, overdue=overdue, by_sample=by_sample), 2)
+    for ledger in range(2):
+        job.say(Ask(1), ledger)
+    job.pass_time(0.3)
+    job.finish(1)
+    assert [group.ticket for group in job.formed().groups] == [1]
+    for node in job.nodes:
+        node.end_step(0, published=True)
+    job.say(Ask(1))
+    job.pass_time(0.3)
+    job.finish(2, born=1)
+    return job
+
+
+def test_while_a_due_group_is_unfinished_everyone_waits_by_default() -> None:
+    job = overdue_job("wait")
+    job.pass_time(3.0)
+    assert [node.take_formed() for node in job.nodes] == [None, None]
+    job.finish(0)
+    assert [group.ticket for group in job.formed().groups] == [0]
+
+
+def test_with_drop_the_others_go_on_and_the_generator_is_told() -> None:
+    job = overdue_job("drop")
+    assert [group.ticket for group in job.formed().groups] == [2]
+    assert job.dropped == [(0, 0)]
+    assert sum(node.counts().dropped for node in job.nodes) == 1
+
+
+def test_with_mask_the_others_go_on_and_the_group_is_trained_later() -> None:
+    job = overdue_job("mask")
+    assert [group.ticket for group in job.formed().groups] == [2]
+    for node in job.nodes:
+        node.end_step(1, published=True)
+    job.say(Finished([SampleMeta(0, 0, 0, 0, 3, 4, 1.0, ((0, 1), (1, 3)))], counters()))
+    group = job.formed().groups[0]
+    assert (group.ticket, group.loss_tokens, group.born) == (0, 3, 1)
+
+
+@pytest.mark.parametrize(("overdue", "by_sample"), [("cut", False), ("drop", True)])
+def test_with_cut_the_generator_is_asked_for_what_there_is(overdue: Overdue, by_sample: bool) -> None:
+    job = overdue_job(overdue, by_sample)
+    job.pass_time(0.3)
+    assert job.cut == [Cut([(0, 0)], keep=not by_sample)]
+    job.finish(0)
+    assert [group.ticket for group in job.formed().groups] == [0]
+
+
+def test_a_silent_generator_hears_what_was_forgotten_and_gets_tickets_when_it_is_back() -> None:
+    job = Job(LedgerSpec(1, 1, 1, 1, 100), 1)
+    job.say(Ask(5))
+    job.pass_time(0.1)
+    assert len(job.grants) == 2
+    job.tell_all(Silence(job.generator, over=False))
+    job.say(Ask(1))
+    job.pass_time(0.1)
+    assert job.forgotten == [3]
+    assert job.nodes[0].absent == {job.generator}
+    assert len(job.grants) == 2
+    job.tell_all(Silence(job.generator, over=True))
+    job.pass_time(0.1)
+    assert job.grants[2:] == [TicketGrant(0, 1, 0)]
