@@ -32,16 +32,17 @@ class Trajectory(msgspec.Struct):
     versions: npt.NDArray[np.int32]
     reward: float
     finish: str
-    """`stop` (a stop token was sampled) or `length`."""
+    """`stop` (a stop token was sampled), `length`, or `cut` (its ledger asked for what there was)."""
 
     prompt_text: str = ""
     response_text: str = ""
 
     @property
     def born(self) -> int:
-        """The oldest version among the sampled tokens."""
-        return int(self.versions[self.loss_mask > 0].min())
+        """The oldest version among the sampled tokens, in the loss or not."""
+        return int(self.versions[self.versions >= 0].min())
 
     @property
     def response_length(self) -> int:
-        return int((self.loss_mask > 0).sum())
+        """Sampled tokens, in the loss or not."""
+        return int((self.versions >= 0).sum())

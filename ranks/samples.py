@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 from headrace.comm.trajectory import Trajectory
@@ -22,7 +22,7 @@ class SampleLog:
 
     def write(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> None:
         """Write the first `keep` samples, taken from as many groups as possible."""
-        one_of_each = chain.from_iterable(zip(*groups, strict=False))
+        one_of_each = filter(None, chain.from_iterable(zip_longest(*groups)))
         for sample in islice(one_of_each, self._keep):
             ticket, index, _ = sample.unit
             line = {
@@ -31,6 +31,7 @@ class SampleLog:
                 "sample": index,
                 "reward": sample.reward,
                 "born": sample.born,
+                "newest": int(sample.versions.max()),
                 "finish": sample.finish,
                 "prompt": sample.prompt_text,
                 "response": sample.response_text,
