@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.comm.errors import ConfigError, DataError
 from headrace.comm.files import written_whole
 from headrace.launcher.config import read_yaml
-from headrace.launcher.runfolder import checkpoints
+from headrace.launcher.runfolder import INITIAL_MODEL, checkpoints
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ def export(run: Path, out: Path | None = None, step: int | None = None) -> Path:
     _check_trained(run, config)
     checkpoint = _checkpoint(run, step)
     model = config.get("model") or {}
-    initial = Path(model["path"]) if model.get("path") else run / "initial_model"
+    initial = Path(model["path"]) if model.get("path") else run / INITIAL_MODEL
     if not (initial / "config.json").is_file():
         raise DataError(f"The initial model {initial}, whose config and tokenizer the export needs, isn't there.")
     out = out or run / "export" / checkpoint.name

@@ -40,14 +40,26 @@ def make_tiny_model(folder: Path, tiny: TinyModelConfig, seed: int) -> None:
         ConfigError: the alphabet holds a character twice.
         HeadraceError: the folder can't be written.
     """
-    if len(set(tiny.characters)) != len(tiny.characters):
-        raise ConfigError("model.tiny.characters holds a character twice; every character is one token.")
     if is_model_folder(folder):
         return
     with _model_folder(folder) as partial:
-        tokenizer = _character_tokenizer(tiny)
-        tokenizer.save_pretrained(partial)
-        _random_llama(tiny, tokenizer, seed).save_pretrained(partial)
+        config = write_tiny_tokenizer(partial, tiny)
+        _random_llama(config, seed).save_pretrained(partial)
+
+
+def write_tiny_tokenizer(folder: Path, tiny: TinyModelConfig) -> Any:
+    """Write all of the tiny model but its weights; returns its `LlamaConfig`.
+
+    Raises:
+        ConfigError: the alphabet holds a character twice.
+    """
+    if len(set(tiny.characters)) != len(tiny.characters):
+        raise ConfigError("model.tiny.characters holds a character twice; every character is one token.")
+    tokenizer = _character_tokenizer(tiny)
+    tokenizer.save_pretrained(folder)
+    config = _llama_config(tiny, tokenizer)
+    config.save_pretrained(folder)
+    return config
 
 
 def fetch_smollm2(folder: Path, progress: Progress = print) -> None:
@@ -105,16 +117,13 @@ def _character_tokenizer(tiny: TinyModelConfig) -> Any:
     )
 
 
-def _random_llama(tiny: TinyModelConfig, tokenizer: Any, seed: int) -> Any:
-    """A Llama of that shape; the seed is set for this model only.
-
-    The standard deviation of the weights goes with the width: the usual 0.02 is made for widths of about a thousand,
+def _llama_config(tiny: TinyModelConfig, tokenizer: Any) -> Any:
+    """The standard deviation of the weights goes with the width: the usual 0.02 is made for widths of about a thousand,
     and a small model starts to learn much later with it.
     """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
 
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=tiny.hidden,
         intermediate_size=4 * tiny.hidden,
@@ -129,6 +138,13 @@ def _random_llama(tiny: TinyModelConfig, tokenizer: Any, seed: int) -> Any:
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
     )
+
+
+def _random_llama(config: Any, seed: int) -> Any:
+    """A Llama with random weights; the seed is set for this model only."""
+    import torch
+    from transformers import LlamaForCausalLM
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -25,10 +26,14 @@ from typing import Any
 from headrace.comm.errors import ConfigError
 from headrace.comm.files import disk_errors
 from headrace.launcher.config import Config, dump, read_yaml
+from headrace.launcher.metrics import read_rows
 from headrace.train.checkpoint import CheckpointStore
 
 RECORDS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
 """What the steps of a run leave behind, beside checkpoints."""
+
+INITIAL_MODEL = "initial_model"
+"""Folder in the run folder: the model made by `model.tiny`."""
 
 MAY_CHANGE = (
     "run.name",
@@ -99,19 +104,28 @@ def check_new(config: Config) -> None:
         ConfigError: the run folder is in use.
     """
     folder = config.run.folder
-    if folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir())):
+    if folder.exists() and not (folder.is_dir() and (_is_empty(folder) or is_barren(folder))):
         raise ConfigError(
             f"The run folder {folder} exists already. Add --resume to go on with that run, --fresh to start a new one "
             f"beside it ({fresh_config(config).run.folder}), or choose another name by run.name=NAME."
         )
 
 
+def _is_empty(folder: Path) -> bool:
+    return all(path.name == LOCK for path in folder.iterdir())
+
+
+def is_barren(run: Path) -> bool:
+    """Whether it is the folder of a run that never finished an optimizer step: another one may begin there."""
+    return (run / "config.yaml").is_file() and not read_rows(run / "metrics.jsonl") and not checkpoints(run)
+
+
 def check_resume(config: Config) -> list[str]:
     """The changes, as `key old → new`, with which the run in the config's folder is to go on.
 
     Raises:
-        ConfigError: there is no such run, a key changed that a run can't change on its way, or the run is past
-            `run.steps` already.
+        ConfigError: there is no such run, a key changed that a run can't change on its way (after its first step), or
+            the run is past `run.steps` already.
     """
     folder = config.run.folder
     if not (folder / "config.yaml").is_file():
@@ -119,7 +133,8 @@ def check_resume(config: Config) -> list[str]:
     old, new = flatten(read_yaml(folder / "config.yaml")), flatten(config.model_dump(mode="json"))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     changes = {key: f"{key} {old.get(key)} → {new.get(key)}" for key in changed}
-    if refused := [text for key, text in changes.items() if not key.startswith(MAY_CHANGE)]:
+    refused = [text for key, text in changes.items() if not key.startswith(MAY_CHANGE)]
+    if refused and not is_barren(folder):
         raise ConfigError(
             f"--resume: the run in {folder} was started with other values: {'; '.join(refused)}. Set them back to go "
             "on with it, or start a new run by --fresh."
@@ -198,12 +213,14 @@ def write_job(attempt: Attempt, config: Config) -> None:
         _write(attempt.job_file, dump(config.job()))
 
 
-def set_aside_records(attempt: Attempt) -> None:
-    """Begin a run again from its first step: the records of the attempt before move into its folder."""
+def begin_again(attempt: Attempt) -> None:
+    """Begin a run again from its first step: the records of the attempt before move into its folder, the model that it
+    made goes, since the config may have changed."""
     before = Attempt(attempt.run, attempt.number - 1)
     with writing(attempt.run):
         for record in filter(Path.exists, (attempt.run / name for name in RECORDS)):
             record.rename(before.folder / record.name)
+        shutil.rmtree(attempt.run / INITIAL_MODEL, ignore_errors=True)
 
 
 def writing(run: Path) -> AbstractContextManager[None]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from headrace.comm.errors import ConfigError, DataError
+from headrace.launcher.check_data import check_data_here, check_data_of_ranks
 from headrace.launcher.check_model import check_model_folder
 from headrace.launcher.config import Config
 from headrace.launcher.environment import clean
@@ -17,13 +18,14 @@ from headrace.launcher.mpi import choose_mpi
 from headrace.launcher.plots import learning_curve
 from headrace.launcher.run import STOPPED, Job, Order, Outcome
 from headrace.launcher.runfolder import (
+    INITIAL_MODEL,
     Attempt,
+    begin_again,
     begin_attempt,
     check_new,
     check_resume,
     fresh_config,
     held,
-    set_aside_records,
     steps_done,
     write_job,
 )
@@ -62,7 +64,7 @@ def run_job(config: Config, resume: bool, fresh: bool, program: Sequence[str] = 
         )
         return 0
     with ExitStack() as stack:
-        config, attempt, done = _prepare(config, resume, fresh, stack)
+        config, attempt, done = _prepare(config, resume, fresh, check_data_of_ranks, stack)
         view = stack.enter_context(make_view(attempt.run, config.run.steps, done))
         ranks = config.ranks.trainers + config.ranks.generators
         python = config.launch.python or Path(sys.executable)
@@ -87,8 +89,9 @@ def debug_job(config: Config, resume: bool, fresh: bool) -> int:
     """Run one generator and one trainer by turns in this process, without MPI; returns the exit status."""
     from headrace.ranks.debug import run_debug
 
+    sys.path.insert(0, os.getcwd())  # as in ranks, which `python -m` starts
     with ExitStack() as stack:
-        config, attempt, done = _prepare(config, resume, fresh, stack)
+        config, attempt, done = _prepare(config, resume, fresh, check_data_here, stack)
         view = stack.enter_context(PlainView(attempt.run, config.run.steps, done))
         stack.enter_context(ticking(view))
         view.line(f"run folder {attempt.run}, both roles in this process")
@@ -121,7 +124,9 @@ def is_finished(config: Config) -> bool:
     return evaluated and steps_done(config.run.folder) == config.run.steps
 
 
-def _prepare(config: Config, resume: bool, fresh: bool, stack: ExitStack) -> tuple[Config, Attempt, int]:
+def _prepare(
+    config: Config, resume: bool, fresh: bool, check_data: Callable[[Config], None], stack: ExitStack
+) -> tuple[Config, Attempt, int]:
     """Everything before the first rank: inputs checked, run folder made and held by `stack`, the initial model there.
 
     Returns the config with the model's folder in it, the attempt, and the step of the checkpoint to go on from; 0 where
@@ -136,12 +141,13 @@ def _prepare(config: Config, resume: bool, fresh: bool, stack: ExitStack) -> tup
         changes = check_resume(config)
     else:
         check_new(config)
+    check_data(config)
     stack.enter_context(held(config.run.folder))
     attempt = begin_attempt(config)
     done = steps_done(attempt.run)
-    if resume and not done:
+    if attempt.number > 1 and not done:
         print("no checkpoint was written yet: starting from the beginning")
-        set_aside_records(attempt)
+        begin_again(attempt)
     for change in changes:
         print(f"changed since the last attempt: {change}")
     config = _with_initial_model(config, attempt.run)
@@ -153,7 +159,7 @@ def _with_initial_model(config: Config, run: Path) -> Config:
     """`model.tiny` made and put into `model.path`, so that ranks only ever load a folder."""
     if config.model.tiny is None:
         return config
-    folder = run / "initial_model"
+    folder = run / INITIAL_MODEL
     make_tiny_model(folder, config.model.tiny, config.run.seed)
     return config.model_copy(update={"model": config.model.model_copy(update={"path": folder, "tiny": None})})
 

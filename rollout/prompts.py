@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -138,9 +139,13 @@ def _load_tokenizer(folder: Path) -> Any:
     if not folder.is_dir():
         raise DataError(f"model.path: there is no folder {folder}.")
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, clean_up_tokenization_spaces=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, clean_up_tokenization_spaces=False
+        )
     except Exception as error:  # whatever the tokenizer's code raises, the folder is what has to be mended
         raise DataError(f"model.path: the tokenizer in {folder} can't be loaded: {error}") from error
+    tokenizer.model_max_length = sys.maxsize  # `encode` refuses what is too long; the tokenizer would only warn
+    return tokenizer
 
 
 def _configured_ends(*files: Path) -> set[int]:

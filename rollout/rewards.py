@@ -90,7 +90,7 @@ class RewardPool:
     def __init__(self, reward: Reward, data: DataConfig) -> None:
         setup = Setup(
             sys_path=[os.path.abspath(entry) for entry in sys.path],
-            reward=_pickled_reward(reward),
+            reward=pickled_reward(reward),
             answer=data.answer.model_dump_json().encode(),
             timeout_s=data.reward_timeout_s,
             retries=data.reward_retries,
@@ -154,7 +154,7 @@ class RewardPool:
             self._server.process.wait(CLOSE_LIMIT_S)
 
 
-def _pickled_reward(reward: Reward) -> bytes:
+def pickled_reward(reward: Reward) -> bytes:
     advice = "Put it into a module, at top level, and name it in data.reward."
     if getattr(reward, "__module__", None) == "__main__":
         raise ConfigError(f"the reward function {reward!r} is defined in the main script. {advice}")

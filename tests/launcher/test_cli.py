@@ -123,6 +123,7 @@ def test_an_existing_run_folder_is_refused_with_the_ways_out() -> None:
     folder = Path("runs/x")
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     paragraph = refused("run", config(LATENCY))
     assert all(way in paragraph for way in ("--resume", "--fresh", "runs/x-2", "run.name=NAME"))
 

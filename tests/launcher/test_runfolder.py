@@ -15,6 +15,7 @@ from headrace.launcher.export import export
 from headrace.launcher.models import make_tiny_model
 from headrace.launcher.runfolder import (
     RECORDS,
+    begin_again,
     begin_attempt,
     check_new,
     check_resume,
@@ -22,7 +23,6 @@ from headrace.launcher.runfolder import (
     flatten,
     fresh_config,
     held,
-    set_aside_records,
 )
 from headrace.ranks.config import TinyModelConfig
 from headrace.train.checkpoint import CheckpointStore
@@ -61,7 +61,34 @@ def test_fresh_takes_the_next_free_name() -> None:
 def test_an_empty_folder_may_be_used() -> None:
     Path("runs/x").mkdir(parents=True)
     check_new(config())
-    begin_attempt(config())
+    (Path("runs/x") / "notes.txt").write_text("somebody else's")
+    with pytest.raises(ConfigError, match="exists already"):
+        check_new(config())
+
+
+def finish_a_step(run: Path) -> None:
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
+def test_a_run_that_never_finished_a_step_makes_room_for_another() -> None:
+    run = begin_attempt(config()).run
+    (run / "metrics.jsonl").write_text("")
+    (run / "evaluations.jsonl").write_text('{"label": "before"}\n')
+    (run / "initial_model").mkdir()
+    check_new(config(seed=7))
+    assert check_resume(config(seed=7)) == ["run.seed 0 → 7"]
+    begin_again(begin_attempt(config(seed=7)))
+    assert not (run / "initial_model").exists()
+    assert (run / "attempt_01" / "evaluations.jsonl").exists()
+
+
+@pytest.mark.parametrize("work", ["a step", "a checkpoint"])
+def test_a_run_that_has_finished_a_step_is_not_overwritten(work: str) -> None:
+    run = begin_attempt(config()).run
+    if work == "a step":
+        finish_a_step(run)
+    else:
+        checkpoint(run, 20, [])
     with pytest.raises(ConfigError, match="exists already"):
         check_new(config())
 
@@ -74,7 +101,7 @@ def test_a_resumed_run_may_change_what_keeps_its_meaning_and_says_so() -> None:
 
 @pytest.mark.parametrize("change", [{"seed": 3}, {"deterministic": True}])
 def test_a_resumed_run_may_not_change_the_rest(change: dict[str, object]) -> None:
-    begin_attempt(config())
+    finish_a_step(begin_attempt(config()).run)
     with pytest.raises(ConfigError, match="started with other values: run"):
         check_resume(config(**change, steps=99))
 
@@ -97,7 +124,7 @@ def test_the_records_of_steps_that_are_done_again_move_to_their_attempt() -> Non
     first = begin_attempt(config())
     for name in RECORDS[1:]:
         (first.run / name).write_text(name)
-    set_aside_records(begin_attempt(config()))
+    begin_again(begin_attempt(config()))
     assert not any((first.run / name).exists() for name in RECORDS)
     assert {file.name for file in first.folder.iterdir()} == {"samples.jsonl", "evaluations.jsonl"}
     assert (first.folder / "samples.jsonl").read_text() == "samples.jsonl"
