@@ -13,6 +13,7 @@ from headrace.launcher.check_data import check_data_here, check_data_of_ranks
 from headrace.launcher.check_model import check_model_folder
 from headrace.launcher.config import Config
 from headrace.launcher.environment import clean
+from headrace.launcher.metrics import read_rows
 from headrace.launcher.models import make_tiny_model
 from headrace.launcher.mpi import choose_mpi
 from headrace.launcher.plots import learning_curve
@@ -30,6 +31,9 @@ from headrace.launcher.runfolder import (
     write_job,
 )
 from headrace.launcher.view import PlainView, make_view, ticking
+
+CROWD = 4
+"""Ranks per core that go without a warning."""
 
 RANK_PROGRAM = ("-m", "headrace.ranks")
 
@@ -49,6 +53,16 @@ def with_ranks(config: Config, ranks: int | None) -> Config:
             f"Give -n {trainers + 1} or more, or set ranks.trainers lower."
         )
     return config.model_copy(update={"ranks": config.ranks.model_copy(update={"generators": ranks - trainers})})
+
+
+def crowded(ranks: int, cores: int) -> str | None:
+    """A warning if so many ranks share so few cores that they may hardly move; None if not."""
+    if ranks <= CROWD * cores:
+        return None
+    return (
+        f"warning: {ranks} ranks share {cores} cores. Each is a process with a model of its own: memory may run out, "
+        "and waits may reach their limits. Fewer are chosen by -n, ranks.trainers and ranks.generators."
+    )
 
 
 def run_job(config: Config, resume: bool, fresh: bool, program: Sequence[str] = RANK_PROGRAM) -> int:
@@ -80,6 +94,8 @@ def run_job(config: Config, resume: bool, fresh: bool, program: Sequence[str] = 
             kill_after_s=config.launch.kill_after_s,
         )
         view.line(f"run folder {attempt.run}, {ranks} ranks by {installation.describe()}")
+        if warning := crowded(ranks, len(os.sched_getaffinity(0))):
+            view.line(warning)
         outcome = Job(order, attempt, view.line, view.tick).run()
     _tell_end(attempt, outcome)
     return outcome.status
@@ -119,9 +135,10 @@ def check_inputs(config: Config) -> None:
 
 def is_finished(config: Config) -> bool:
     """Whether nothing is left to train, nor to evaluate."""
-    evaluations = config.run.folder / "evaluations.jsonl"
-    evaluated = not config.eval.tasks or (evaluations.is_file() and '"after"' in evaluations.read_text())
-    return evaluated and steps_done(config.run.folder) == config.run.steps
+    evaluations = read_rows(config.run.folder / "evaluations.jsonl")
+    evaluated = {row["version"] for row in evaluations if row["label"] == "after"}
+    steps = config.run.steps
+    return steps_done(config.run.folder) == steps and (not config.eval.tasks or steps in evaluated)
 
 
 def _prepare(

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from headrace.comm.errors import WaitLimitError
+from headrace.ranks.metrics import keep_lines
 from headrace.ranks.tasks import Scorer, TaskSource
 from headrace.rollout.engine import Engine, Request, SamplingParams
 
 POLL_S = 0.002
+
+
+class EvaluationFile:
+    """`evaluations.jsonl` of a run: one line per label (`before`, `after`) and version of the weights."""
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        """Forget the evaluations of steps that will be done again after a resume."""
+        self._path = folder / "evaluations.jsonl"
+        keep_lines(self._path, lambda line: line["version"] <= start_step)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line, in the place of an older one of the same label and version."""
+        same = line["label"], line["version"]
+        keep_lines(self._path, lambda old: (old["label"], old["version"]) != same)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def evaluate_share(

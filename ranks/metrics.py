@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,13 +54,16 @@ class MetricsFile:
 
 def cut_after(path: Path, step: int) -> None:
     """Forget the lines of steps that will be done again after a resume, and a line that was cut off by a crash."""
+    keep_lines(path, lambda line: line["step"] <= step)
+
+
+def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Drop the lines that aren't wanted, and one without its end, from a file of JSON objects, if there is one."""
     if not path.exists():
         return
-    kept = []
     # Only "\n" ends a line: texts may hold other characters that str.splitlines would split at.
-    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
-        if json.loads(line)["step"] <= step:
-            kept.append(line + "\n")
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    kept = [line + "\n" for line in lines if wanted(json.loads(line))]
     temporary = path.with_suffix(".writing")
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(path)

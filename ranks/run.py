@@ -6,7 +6,6 @@ MPI, `ranks.debug` runs both by turns in one.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from headrace.comm.transport import Received, Transport
 from headrace.comm.weights import Publisher, Subscriber
 from headrace.ranks.config import JobConfig
 from headrace.ranks.courier import Courier
-from headrace.ranks.evaluation import evaluate_share
+from headrace.ranks.evaluation import EvaluationFile, evaluate_share
 from headrace.ranks.generator import GeneratorDesk, GeneratorLoop
 from headrace.ranks.heartbeat import Heartbeats, MainState
 from headrace.ranks.learner import Learner
@@ -171,7 +170,8 @@ class TrainerRank:
         rank = self._rank
         file = MetricsFile(rank.folder, rank.start_step)
         leader = LeaderDesk(MetricsGatherer(file, len(rank.roles.trainers), rank.start_step))
-        leader.on_evaluation = lambda label: _write_evaluation(rank, leader, label)
+        evaluations = EvaluationFile(rank.folder, rank.start_step)
+        leader.on_evaluation = lambda label: _write_evaluation(rank, leader, evaluations, label)
         return leader
 
     def main(self, learner: Learner, checkpoint_store: CheckpointStore) -> Iterator[None]:
@@ -272,7 +272,7 @@ def run_main(loop: Iterator[None], wait: Callable[[], None]) -> None:
         wait()
 
 
-def _write_evaluation(rank: Rank, leader: LeaderDesk, label: str) -> None:
+def _write_evaluation(rank: Rank, leader: LeaderDesk, file: EvaluationFile, label: str) -> None:
     """Once every generator has answered its share: one line in evaluations.jsonl and on the terminal."""
     results = leader.evaluations[label]
     if len(results) < len(rank.roles.generators):
@@ -280,7 +280,5 @@ def _write_evaluation(rank: Rank, leader: LeaderDesk, label: str) -> None:
     total = sum(result.total for result in results.values())
     accuracy = sum(result.correct for result in results.values()) / total
     version = max(result.version for result in results.values())
-    line = {"label": label, "version": version, "accuracy": accuracy, "tasks": total, "time": time.time()}
-    with (rank.folder / "evaluations.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    file.write({"label": label, "version": version, "accuracy": accuracy, "tasks": total, "time": time.time()})
     rank.say(f"evaluation {label} training (version {version}): accuracy {accuracy:.3f} on {total} held-out tasks")

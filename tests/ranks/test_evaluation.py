@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from headrace.comm.errors import WaitLimitError
-from headrace.ranks.evaluation import evaluate_share
+from headrace.ranks.evaluation import EvaluationFile, evaluate_share
 from headrace.rollout.engine import Chunk, SamplingParams
 from headrace.rollout.rewards import Scored
 from headrace.rollout.task import Task
@@ -82,3 +84,28 @@ def test_rewards_of_training_samples_do_not_count():
 def test_an_evaluation_that_stands_still_ends():
     with pytest.raises(WaitLimitError, match="0 of 7 held-out tasks"):
         run(Scorer(silent=True), 0, 1, limit=0.1)
+
+
+def evaluated(folder):
+    lines = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    return [(line["label"], line["version"], line["accuracy"]) for line in lines]
+
+
+def line(label, version, accuracy):
+    return {"label": label, "version": version, "accuracy": accuracy}
+
+
+def test_there_is_one_line_per_label_and_version(tmp_path):
+    file = EvaluationFile(tmp_path, 0)
+    for one in (line("before", 0, 0.1), line("after", 5, 0.4), line("after", 5, 0.5)):
+        file.write(one)
+    assert evaluated(tmp_path) == [("before", 0, 0.1), ("after", 5, 0.5)]
+    EvaluationFile(tmp_path, 5).write(line("after", 10, 0.7))
+    assert evaluated(tmp_path) == [("before", 0, 0.1), ("after", 5, 0.5), ("after", 10, 0.7)]
+
+
+def test_a_resume_forgets_the_evaluations_of_steps_that_are_done_again(tmp_path):
+    for one in (line("before", 0, 0.1), line("after", 5, 0.4)):
+        EvaluationFile(tmp_path, 5).write(one)
+    EvaluationFile(tmp_path, 3)
+    assert evaluated(tmp_path) == [("before", 0, 0.1)]

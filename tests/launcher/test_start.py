@@ -1,0 +1,48 @@
+"""What the launcher decides before it starts ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.launcher.config import Config, validate
+from headrace.launcher.start import crowded, is_finished
+from headrace.train.checkpoint import CheckpointStore
+
+
+@pytest.mark.parametrize(("ranks", "cores", "warns"), [(8, 2, False), (9, 2, True), (500, 2, True), (500, 128, False)])
+def test_far_more_ranks_than_cores_are_warned_of_in_one_line(ranks: int, cores: int, warns: bool) -> None:
+    warning = crowded(ranks, cores)
+    assert (warning is not None) == warns
+    if warning is not None:
+        assert warning.startswith(f"warning: {ranks} ranks share {cores} cores.")
+        assert "\n" not in warning
+
+
+def config(folder: Path, steps: int, tasks: int) -> Config:
+    tree = {"run": {"dir": str(folder), "steps": steps}, "model": {"tiny": {}}, "eval": {"tasks": tasks}}
+    return validate(tree | {"data": {"environment": "reasoning_gym:gcd"}, "rollout": {"max_tokens": 8}}, "test")
+
+
+@pytest.mark.parametrize(
+    ("steps", "tasks", "evaluated", "finished"),
+    [
+        (20, 0, (), True),
+        (21, 0, (), False),
+        (20, 4, ("before", 0), False),
+        (20, 4, ("after", 10), False),
+        (20, 4, ("after", 20), True),
+    ],
+)
+def test_a_run_is_finished_when_its_last_version_is_evaluated(
+    tmp_path: Path, steps: int, tasks: int, evaluated: tuple[str, int], finished: bool
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    store.begin(20)
+    store.commit(20, {})
+    if evaluated:
+        line = {"label": evaluated[0], "version": evaluated[1], "accuracy": 0.5}
+        (tmp_path / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
+    assert is_finished(config(tmp_path, steps, tasks)) == finished
