@@ -39,17 +39,21 @@ class Failure:
     cause: str
     """A paragraph, or a traceback where the cause is a defect."""
     last_lines: Sequence[str]
-    """The end of the rank's log, or of mpirun's output."""
+    """The end of the rank's log, or of mpirun's output; nothing where the cause says it all."""
     log: Path
 
     def __str__(self) -> str:
         lines = [f"headrace: {self.cause}"]
         if self.last_lines:
             lines += [f"The last lines of {self.log}:", *(f"    {line}" for line in self.last_lines)]
+        else:
+            lines.append(f"More is in {self.log}.")
         return "\n".join(lines)
 
 
-def first_failure(attempt: Attempt, status: int, deaths: Sequence[int], output: list[str]) -> Failure:
+def first_failure(
+    attempt: Attempt, status: int, deaths: Sequence[int], output: list[str], mpirun_signal: int | None = None
+) -> Failure:
     """What failed first: the rank that a signal ended without a word, or the earliest error that a rank wrote down.
 
     A rank that reports an error aborts the others, which then die without a word, perhaps before itself; so the silent
@@ -59,23 +63,29 @@ def first_failure(attempt: Attempt, status: int, deaths: Sequence[int], output: 
     Args:
         deaths: the ranks in the order in which they ended.
         output: the last lines of mpirun.
+        mpirun_signal: the signal that ended mpirun itself, if one did.
     """
     errors = {int(file.stem.removeprefix("error_")): file for file in attempt.folder.glob("error_*.txt")}
     reported = sorted(errors, key=lambda rank: errors[rank].stat().st_mtime)
     silent = [rank for rank in deaths if rank not in errors]
     silent.sort(key=lambda rank: not _has_crashed(attempt.rank_log(rank)))
+    if mpirun_signal is not None and not reported:
+        cause = f"mpirun itself was ended by {_signal(mpirun_signal)}, and the ranks with it.{_hint(mpirun_signal)}"
+        return Failure(None, cause, output[-LAST_LINES:], attempt.mpirun_log)
     suspects = silent + reported if status > 128 else reported + silent
     rank = suspects[0] if suspects else _named_rank(output)
     if rank is None:
         cause = f"The job ended with status {status} before any rank said why."
         return Failure(None, cause, output[-LAST_LINES:], attempt.mpirun_log)
-    cause = f"Rank {rank} failed: {_text(errors[rank])}" if rank in errors else _sudden_end(rank, status)
-    if rank not in errors and shutil.disk_usage(attempt.run).free < FULL_BYTES:
+    log = attempt.run / "latest" / attempt.rank_log(rank).name
+    if rank in errors:
+        return Failure(rank, f"Rank {rank} failed: {_text(errors[rank])}", (), log)
+    cause = _sudden_end(rank, status)
+    if shutil.disk_usage(attempt.run).free < FULL_BYTES:
         cause += (
             f" The disk of {attempt.run} is full, so it couldn't write down why: free some space, then go on by "
             "--resume, or choose another run.dir."
         )
-    log = attempt.run / "latest" / attempt.rank_log(rank).name
     return Failure(rank, cause, _last_lines(log), log)
 
 
@@ -91,12 +101,18 @@ def _named_rank(output: Sequence[str]) -> int | None:
 def _sudden_end(rank: int, status: int) -> str:
     if status <= 128:
         return f"Rank {rank} ended first, with status {status}, and left no error."
-    number = status - 128
+    return f"Rank {rank} was ended by {_signal(status - 128)}.{_hint(status - 128)}"
+
+
+def _signal(number: int) -> str:
     name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
-    hint = (
-        " It was killed by hand, or by the kernel for want of memory (see dmesg)." if number == signal.SIGKILL else ""
-    )
-    return f"Rank {rank} was ended by signal {number} ({name}).{hint}"
+    return f"signal {number} ({name})"
+
+
+def _hint(number: int) -> str:
+    if number != signal.SIGKILL:
+        return ""
+    return " It was killed by hand, or by the kernel for want of memory (see dmesg)."
 
 
 def _last_lines(log: Path) -> list[str]:

@@ -34,7 +34,7 @@ from headrace.launcher.environment import rank_environment
 from headrace.launcher.failure import Failure, first_failure
 from headrace.launcher.mpi import MpiInstallation
 from headrace.launcher.processes import DeathWatch, kill_job
-from headrace.launcher.runfolder import Attempt
+from headrace.launcher.runfolder import Attempt, writing
 
 STOPPED = 75
 """Exit status of a job that was asked to stop and left a checkpoint (EX_TEMPFAIL: try again later)."""
@@ -51,10 +51,11 @@ POLL_S = 0.1
 TAIL_LINES = 200
 PR_SET_PDEATHSIG = 1
 
-BANNER = re.compile(
-    r"^(=   |={20,}$|YOUR APPLICATION TERMINATED|This typically refers to|Please see the FAQ page|-{20,}$)"
-)
-"""Lines around mpirun's own messages; they are kept in mpirun.log and told in our words at the end."""
+BANNER = re.compile(r"^(=   |={20,}$|YOUR APPLICATION TERMINATED|This typically refers to|Please see the FAQ page)")
+"""Lines of MPICH's own messages; they are kept in mpirun.log and told in our words at the end."""
+
+FRAME = re.compile(r"^-{70,}$")
+"""Opens and closes a message of Open MPI, of which the same is true."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +102,12 @@ class Job:
     """When the job is killed, by the monotonic clock."""
     killed: bool = False
     _rest: bytes = b""
+    _framed: bool = False
 
     def run(self) -> Outcome:
         """Start the ranks and wait for their end."""
-        watch = DeathWatch(self.attempt.folder, self.order.ranks)
+        with writing(self.attempt.run):
+            watch = DeathWatch(self.attempt.folder, self.order.ranks)
         process = self._start()
         assert process.stdout is not None
         try:
@@ -148,13 +151,14 @@ class Job:
                 self._keep_limits()
                 self.on_tick()
         self._read(pipe, log)
-        if self._rest:
-            self._line(self._rest)
+        if rest := self._rest.rstrip(b"\0"):  # Open MPI ends its last message so
+            self._line(rest)
 
     def _read(self, pipe: IO[bytes], log: IO[bytes]) -> bool:
         """Pass on what mpirun has printed; False at the end of it."""
         while chunk := pipe.read(65536):
-            log.write(chunk)
+            with writing(self.attempt.run):
+                log.write(chunk)
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             for line in lines:
                 self._line(line)
@@ -163,7 +167,9 @@ class Job:
     def _line(self, raw: bytes) -> None:
         line = raw.decode(errors="replace").rstrip("\r")
         self.tail.append(line)
-        if not BANNER.match(line):
+        if FRAME.match(line):
+            self._framed = not self._framed
+        elif not self._framed and not BANNER.match(line):
             self.on_line(line)
 
     def _keep_limits(self) -> None:
@@ -204,7 +210,9 @@ class Job:
         if self.stopped_by is not None and not self._failed_while_stopping(status):
             return Outcome(STOPPED if status == STOPPED else 128 + self.stopped_by, None)
         status = KILLED if self.killed else status
-        return Outcome(status, first_failure(self.attempt, status, watch.deaths, list(self.tail)))
+        # Only a signal to mpirun itself gives a negative code: when one ends a rank, mpirun exits with a status.
+        mpirun_signal = -returncode if returncode < 0 and not self.killed else None
+        return Outcome(status, first_failure(self.attempt, status, watch.deaths, list(self.tail), mpirun_signal))
 
     def _failed_while_stopping(self, status: int) -> bool:
         """Whether the ranks, asked to stop, ended by an error or a crash of their own, for instance on a full disk."""

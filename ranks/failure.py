@@ -33,12 +33,15 @@ def open_log(folder: Path, rank: int) -> TextIO:
     return terminal
 
 
-def announce(folder: Path, rank: int) -> None:
-    """Leave the process id, and open the launcher's FIFO if there is one: it sees by its end when this process dies."""
+def announce(folder: Path, rank: int) -> bool:
+    """Leave the process id, and open the launcher's FIFO if there is one: it sees by its end when this process dies.
+    Returns whether a launcher is there."""
     (folder / f"rank_{rank:03d}.pid").write_text(f"{os.getpid()}\n", encoding="utf-8")
     alive = folder / f"rank_{rank:03d}.alive"
-    if alive.is_fifo():
-        os.open(alive, os.O_RDWR)  # kept until the process ends; for reading too, so that it never blocks
+    if not alive.is_fifo():
+        return False
+    os.open(alive, os.O_RDWR)  # kept until the process ends; for reading too, so that it never blocks
+    return True
 
 
 class Failure:
@@ -46,7 +49,9 @@ class Failure:
 
     def __init__(self, folder: Path, rank: int, abort: Callable[[int], None]) -> None:
         self.terminal: TextIO | None = None
-        """Where the error is told if the file can't be written, as on a full disk."""
+        """Where the error is told if the file can't be written, as on a full disk, or if no launcher quotes it."""
+        self.quoted = False
+        """Whether a launcher shows the file to the user."""
         self._file = folder / f"error_{rank:03d}.txt"
         self._abort = abort
         self._lock = threading.Lock()
@@ -64,8 +69,11 @@ class Failure:
             temporary = self._file.with_suffix(".writing")
             temporary.write_text(text + "\n", encoding="utf-8")
             temporary.replace(self._file)
+            told = self.quoted
         except OSError:
-            (self.terminal or sys.__stdout__ or sys.stdout).write(text + "\n")
+            told = False
+        if not told and self.terminal is not None:
+            self.terminal.write(text + "\n")
 
     def watch_threads(self) -> None:
         """End the job when any thread dies of an exception."""

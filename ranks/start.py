@@ -2,8 +2,9 @@
 
     python -m headrace.ranks CONFIG --attempt K [--resume] --ranks N      (what the launcher has mpirun start)
 
-1. Config read; reward server forked, before MPI is initialised; MPI checked: thread level, size of the world.
-2. Log, pid file; data and tokenizer loaded; `startup.meet`: hosts and facts compared, roles planned, role map printed.
+1. Config read; reward server forked, before MPI is initialised; log, pid file; MPI checked: thread level, size of the
+   world.
+2. Data and tokenizer loaded; `startup.meet`: hosts and facts compared, roles planned, role map printed.
 3. Process groups from stores with ports of their own; services; courier started; engine made; main loop.
 4. The cascade of `ranks.shutdown`; last barrier; MPI finalized.
 
@@ -63,12 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     attempt = config.run.folder / f"attempt_{options.attempt:02d}"
     fail = Failure(attempt, world.Get_rank(), world.Abort)
     try:
-        check_threads()
-        check_world(world, options.ranks)
         attempt.mkdir(parents=True, exist_ok=True)
         fail.terminal = terminal = open_log(attempt, world.Get_rank())
-        announce(attempt, world.Get_rank())
+        fail.quoted = announce(attempt, world.Get_rank())
         fail.watch_threads()
+        check_threads()
+        check_world(world, options.ranks)
         stop = _stop_on_signals()
         comm, request = world.Idup()
         _complete(request, config.run.wait_limit_s, "Other ranks haven't started MPI")

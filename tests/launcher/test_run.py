@@ -48,9 +48,10 @@ def test_the_paragraph_of_the_first_failing_rank_is_quoted(launch: Launch, mpi: 
     job = launch(mpi, "error")
     assert job.wait() == 7
     errors = job.errors.read_text()
-    assert "Rank 1 failed: The tokenizer has no end of text. Choose another model." in errors
-    assert "The last lines of runs/fake/latest/rank_001.log:" in errors
-    assert "the last thing that rank 1 did" in errors
+    paragraph = "Rank 1 failed: The tokenizer has no end of text. Choose another model."
+    assert errors == f"headrace: {paragraph}\nMore is in runs/fake/latest/rank_001.log.\n"
+    output = job.output.read_text()
+    assert not any(word in output for word in ("Abort", "ABORT", "tokenizer", "rank 1", "Traceback")), output
 
 
 @both
@@ -58,6 +59,22 @@ def test_a_job_that_hangs_after_an_error_is_killed(launch: Launch, mpi: str) -> 
     job = launch(mpi, "hung_error", overrides=("launch.kill_after_s=1",))
     assert job.wait() == 1
     assert "Rank 1 failed: The tokenizer has no end of text." in job.errors.read_text()
+    assert not any(map(is_alive, job.pids()))
+
+
+@both
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_mpirun_is_named_when_a_signal_ended_mpirun_itself(launch: Launch, mpi: str, number: signal.Signals) -> None:
+    job = launch(mpi, "sleep")
+    job.until_up()
+    (mpirun,) = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
+    os.kill(int(mpirun), number)
+    assert job.wait() == 128 + number
+    errors = job.errors.read_text()
+    assert (
+        f"headrace: mpirun itself was ended by signal {number.value} ({number.name}), and the ranks with it." in errors
+    )
+    assert "Rank " not in errors
     assert not any(map(is_alive, job.pids()))
 
 

@@ -1,0 +1,50 @@
+"""What a failed rank leaves, and to whom it tells it."""
+
+from __future__ import annotations
+
+import io
+import os
+
+import pytest
+
+from headrace.comm.errors import DataError
+from headrace.ranks.failure import FAILED, Failure, announce
+
+
+class JobAbortedError(Exception):
+    pass
+
+
+def fail(folder, error, quoted):
+    """What the terminal shows when a rank fails."""
+
+    def abort(status):
+        assert status == FAILED
+        raise JobAbortedError
+
+    failure = Failure(folder, 1, abort)
+    failure.terminal = io.StringIO()
+    failure.quoted = quoted
+    with pytest.raises(JobAbortedError):
+        failure(error)
+    return failure.terminal.getvalue()
+
+
+def test_a_mistake_is_left_as_its_paragraph_and_a_defect_with_its_traceback(tmp_path, capsys):
+    fail(tmp_path, DataError("Mend the file."), quoted=True)
+    assert (tmp_path / "error_001.txt").read_text() == capsys.readouterr().err == "Mend the file.\n"
+    fail(tmp_path, ZeroDivisionError("a defect"), quoted=True)
+    assert (tmp_path / "error_001.txt").read_text().endswith("ZeroDivisionError: a defect\n")
+
+
+def test_the_terminal_is_told_unless_a_launcher_does_it(tmp_path):
+    assert fail(tmp_path, DataError("Mend the file."), quoted=True) == ""
+    assert fail(tmp_path, DataError("Mend the file."), quoted=False) == "Mend the file.\n"
+    assert fail(tmp_path / "gone", DataError("Mend the file."), quoted=True) == "Mend the file.\n"
+
+
+def test_a_launcher_is_known_by_its_fifo(tmp_path):
+    assert not announce(tmp_path, 1)
+    assert (tmp_path / "rank_001.pid").read_text() == f"{os.getpid()}\n"
+    os.mkfifo(tmp_path / "rank_001.alive")
+    assert announce(tmp_path, 1)
