@@ -118,12 +118,14 @@ def duration(seconds: float) -> str:
 
 
 class PlainView:
-    """One line per step."""
+    """One line per step. Other lines come after those of the steps that were done before them, also from several
+    threads."""
 
     def __init__(self, run: Path, steps: int, done: int = 0) -> None:
         self._tail = MetricsTail(run / "metrics.jsonl", done)
         self._steps = steps
         self._clock = Clock(steps)
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -132,11 +134,17 @@ class PlainView:
         self.tick()
 
     def line(self, text: str) -> None:
-        print(text, flush=True)
+        with self._lock:
+            self._show_steps()
+            print(text, flush=True)
 
     def tick(self) -> None:
+        with self._lock:
+            self._show_steps()
+
+    def _show_steps(self) -> None:
         for row in self._tail.new_rows():
-            self.line(self._describe(row))
+            print(self._describe(row), flush=True)
 
     def _describe(self, row: Row) -> str:
         figures = [f"{column.title} {text}" for column in COLUMNS if (text := column.text(row)) is not None]

@@ -2,6 +2,7 @@
 
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,29 @@ def test_plain_lines_name_every_figure_that_is_there(tmp_path: Path, capsys: pyt
         "step s 1.50",
         "an [event]",
     ]
+
+
+def test_a_line_comes_after_the_steps_that_were_done_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with PlainView(tmp_path, 60) as view:
+        append(tmp_path / "metrics.jsonl", row(1), row(2))
+        view.line("evaluation after training")
+        append(tmp_path / "metrics.jsonl", row(3))
+    shown = [line.partition("/")[0] for line in capsys.readouterr().out.splitlines()]
+    assert shown == ["step 1", "step 2", "evaluation after training", "step 3"]
+
+
+def test_no_step_is_shown_twice_when_threads_look_at_the_same_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with PlainView(tmp_path, 1000) as view, ThreadPoolExecutor(4) as pool:
+        for step in range(1, 201):
+            append(tmp_path / "metrics.jsonl", row(step))
+            for _ in range(4):
+                pool.submit(view.tick)
+    steps = [int(line.split("/")[0].split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert steps == list(range(1, 201))
 
 
 def test_the_table_shows_the_last_steps_and_events_stand_above(tmp_path: Path) -> None:
