@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headrace.comm.errors import ConfigError
+from headrace.comm.errors import ConfigError, HeadraceError
 
 IMPORTERS = (__file__, importlib.__file__)
 """Files whose frames say nothing of where a user's code failed."""
@@ -51,7 +51,10 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
 
 def error_in_short(error: BaseException) -> str:
     """An error of a user's code in one line: its type, its message, and where it was raised."""
-    told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    message = " ".join(str(error).split())
+    if isinstance(error, HeadraceError):
+        return message
+    told = f"{type(error).__name__}: {message}"
     frames = traceback.extract_tb(error.__traceback__)
     places = [frame for frame in frames if frame.filename not in IMPORTERS and not frame.filename.startswith("<")]
     if isinstance(error, SyntaxError) or not places:  # a SyntaxError tells its place itself

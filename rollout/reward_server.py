@@ -34,6 +34,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.comm.imports import error_in_short
 from headrace.rollout.answers import extract
 from headrace.rollout.config import AnswerConfig
 
@@ -41,6 +42,7 @@ START_LIMIT_S = 120.0
 """Longest time a worker may take to import the reward function."""
 STARTS = 3
 """How often in a row a worker may die before it has imported the reward function."""
+LINE_CHARACTERS = 500
 ERROR_CHARACTERS = 2000
 LIFE_CHECK_S = 0.5
 NO_CALL = -1
@@ -68,6 +70,7 @@ class Outcome(msgspec.Struct, array_like=True):
     attempts: int = 1
     reason: str | None = None
     error: str | None = None
+    """What went wrong, in one line; a traceback may follow."""
 
 
 class Stream:
@@ -185,8 +188,9 @@ class Server:
         """Sleep until a frame comes, a frame can go out, or a running worker has to be looked at."""
         streams = [self.rank, *(worker.stream for worker in self.workers)]
         sending = [stream.socket for stream in streams if stream.sending]
-        deadlines = [worker.deadline for worker in self.workers if not worker.idle]
-        limit = max(0.0, min(LIFE_CHECK_S, min(deadlines) - time.monotonic())) if deadlines or self.dying else None
+        now = time.monotonic()
+        limits = [worker.deadline - now for worker in self.workers if not worker.idle]
+        limit = max(0.0, min([LIFE_CHECK_S, *limits])) if limits or self.dying else None
         select.select([stream.socket for stream in streams], sending, [], limit)
         for stream in streams:
             stream.flush()
@@ -333,8 +337,8 @@ def work(sock: socket.socket, setup: Setup) -> None:
     try:
         reward = pickle.loads(setup.reward)
         answer = AnswerConfig.model_validate_json(setup.answer)
-    except BaseException:
-        send(sock, Outcome(NO_CALL, reason="reward_raised", error=last_traceback()))
+    except BaseException as error:
+        send(sock, Outcome(NO_CALL, reason="reward_raised", error=told_whole(error)))
         return
     send(sock, Outcome(NO_CALL))
     while frame := read_frame(sock):
@@ -347,8 +351,8 @@ def attempt(reward: Any, answer: AnswerConfig, frame: bytes) -> Outcome:
     try:
         task, text = pickle.loads(memoryview(frame)[8:])
         value = reward(task, extract(answer, text))
-    except BaseException:
-        return Outcome(number, reason="reward_raised", error=last_traceback())
+    except BaseException as error:
+        return Outcome(number, reason="reward_raised", error=told_whole(error))
     checked = finite(value)
     if checked is None:
         return Outcome(
@@ -374,9 +378,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}… ({len(text)} characters)"
 
 
-def last_traceback() -> str:
-    """The end of the traceback, where the error is."""
-    return traceback.format_exc().strip()[-ERROR_CHARACTERS:]
+def told_whole(error: BaseException) -> str:
+    """One line that says it all, then the end of the traceback, where the error is."""
+    trace = "".join(traceback.format_exception(error)).strip()
+    return f"{error_in_short(error)[:LINE_CHARACTERS]}\n{trace[-ERROR_CHARACTERS:]}"
 
 
 def send(sock: socket.socket, outcome: Outcome) -> None:

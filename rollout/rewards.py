@@ -37,6 +37,7 @@ class Scored:
     reason: str | None = None
     """`reward_raised`, `reward_timeout`, `reward_invalid` (no finite number) or `reward_process_died`."""
     error: str | None = None
+    """In one line; a traceback may follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,8 @@ class RewardPool:
 
     def _scored(self, outcome: Outcome) -> Scored:
         if outcome.call == NO_CALL:
-            raise ConfigError(f"the reward function can't be used: {outcome.error}")
+            print(outcome.error, file=sys.stderr, flush=True)
+            raise ConfigError(f"the reward function can't be used: {str(outcome.error).partition(chr(10))[0]}")
         key = self._keys.pop(outcome.call)
         return Scored(key, outcome.reward, outcome.attempts, outcome.reason, outcome.error)
 

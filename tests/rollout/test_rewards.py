@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 from headrace.comm.errors import ConfigError, DataError, PeerLostError
 from headrace.rollout.config import DataConfig
 from headrace.rollout.environments import NamedReward, exact_match
+from headrace.rollout.reward_server import Server, Setup, Stream
 from headrace.rollout.rewards import RewardPool, Scored, environment_without_mpi
 from headrace.rollout.task import Reward, Task
 
@@ -140,7 +142,12 @@ def test_a_failing_reward_is_retried_then_reported_and_others_go_on(
     failed = scored[text]
     assert (failed.reward, failed.attempts, failed.reason) == (None, 3, reason)
     assert failed.error is not None
-    assert error in failed.error
+    in_short, *trace = failed.error.splitlines()
+    assert error in in_short
+    assert bool(trace) == (reason == "reward_raised")
+    if text == "raise":
+        assert in_short.endswith("behaviours.py, line 11)")
+        assert trace[0].startswith("Traceback")
     assert len(failed.error) < 3000
     assert (scored["fine"].reward, scored["also fine"].reward) == (4.0, 9.0)
 
@@ -242,7 +249,7 @@ def test_a_reward_that_cannot_be_imported_there_ends_the_job_with_its_error(
     file.write_text(here + "def reward(task, text): return 1.0")
     pool = make_pool(NamedReward(f"{file}:reward"))
     pool.submit(0, Task("q"), "a")
-    with pytest.raises(ConfigError, match="only here"):
+    with pytest.raises(ConfigError, match=r"RuntimeError: only here \(.*here_only\.py, line 2\)\.$"):
         settle(pool)
 
 
@@ -252,6 +259,14 @@ def test_a_dead_server_is_reported(make_pool: Callable[..., RewardPool]) -> None
     pool._server.process.kill()
     with pytest.raises(PeerLostError, match="has ended, with 1 rewards outstanding"):
         settle(pool)
+
+
+def test_the_server_waits_although_only_a_dying_process_is_left_to_look_at() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        began = time.monotonic()
+        Server(Stream(ours), Setup([], b"", b"", 1.0, 0, 1), dying={os.getpid()}).wait()
+        assert time.monotonic() - began < 10
 
 
 def test_closing_ends_all_processes_although_a_reward_hangs(
