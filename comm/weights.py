@@ -84,7 +84,12 @@ class Publisher(Service, Protocol):
 
 
 class Subscriber(Service, Protocol):
-    """The generator's end, a service of its courier; `take` is called by the main thread."""
+    """The generator's end, a service of its courier; `waiting` and `take` are called by the main thread."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `take` would return a version."""
+        ...
 
     def take(self) -> Version | None:
         """A whole version newer than the last one taken, or None."""

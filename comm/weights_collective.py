@@ -237,6 +237,12 @@ class CollectiveSubscriber:
         self._announced = dict.fromkeys(self._round.trainers, -1)
         self._joining = -1
 
+    @property
+    def waiting(self) -> bool:
+        """See `Subscriber.waiting`."""
+        with self._lock:
+            return self._to_join() is not None
+
     def take(self) -> Version | None:
         """Join the broadcast of the version that every trainer has announced, if it is a new one.
 
@@ -245,10 +251,9 @@ class CollectiveSubscriber:
             HeadraceError: a tensor arrived damaged, or came from two trainers; names both.
         """
         with self._lock:
-            announced = set(self._announced.values())
-            if announced == {self._taken} or len(announced) > 1:
+            version = self._to_join()
+            if version is None:
                 return None
-            (version,) = announced
             self._joining = version
         if self._held:
             raise RuntimeError(f"version {self._taken} must be released before version {version} is taken")
@@ -269,6 +274,13 @@ class CollectiveSubscriber:
             self._said = joining
             for trainer in self._round.trainers:
                 self._transport.send(trainer, WeightsPull(joining, bucket=0))
+
+    def _to_join(self) -> int | None:
+        """The version that every trainer has announced, if it is a new one. The caller holds the lock."""
+        announced = set(self._announced.values())
+        if announced == {self._taken} or len(announced) > 1:
+            return None
+        return announced.pop()
 
     def _fill(self, trainer: int, version: int) -> list[WeightTensor]:
         self._round.learn(trainer)

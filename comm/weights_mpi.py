@@ -263,6 +263,12 @@ class MpiSubscriber:
         self._staging = [_Staging({trainer: _Incoming() for trainer in trainers}) for _ in range(2)]
         self._ready: tuple[_Staging, list[WeightTensor]] | None = None
 
+    @property
+    def waiting(self) -> bool:
+        """See `Subscriber.waiting`."""
+        with self._lock:
+            return self._ready is not None
+
     def take(self) -> Version | None:
         """The newest whole version that wasn't taken yet, or None."""
         with self._lock:

@@ -2,71 +2,79 @@
 
     courier (GeneratorDesk)                        main thread (GeneratorLoop.step)
     ─────────────────────                          ────────────────────────────────
-    Grants ──▶ grants ───────────────────────────▶ start those whose min_version is here; hold the others
+    Grants, Forgotten ──▶ news ──────────────────▶ Intake: start those whose min_version is here, hold the others, ask
+    Cut, Dropped ───────▶ news ──────────────────▶ end these groups with what there is, or forget them
                                                    engine.step() → chunks, each token labelled with its version
                                                    finished response → reward process → reward
-    Ask / Started / Finished / Failed ◀── post ─── report to the ledger of the ticket
+    Ask, Started, Finished, Failed, Returned ◀ post  report to the ledger of the ticket
     Pull ──▶ SampleStore (comm.exchange) ◀──────── put the finished group
     WeightsReady … WeightsPart ──▶ subscriber ───▶ between two engine steps: take() → engine.load_weights
     Stop(1) ─────────────────────────────────────▶ drop what runs, take in the last version, evaluate, say Bye
 
-A group lives here as `_Group` from its grant until the last of its samples has a reward. When a reward fails for good,
-the whole group is given up and its ledger issues another ticket.
+A group lives here as `Group` from its start until the last of its samples has a reward, or is left out. When a reward
+fails for good, the whole group is given up and its ledger issues another ticket.
+
+A ledger cuts a group that holds up a step. With `keep` its unfinished samples end as they are and get their rewards,
+without it they are left out, as are those without a token. A group without any token is handed back.
+
+With `rollout.partial: false` a version that waits is taken in when no sample is being generated, and no group is
+started until it is in force. Nothing that runs needs anything but time, so this always comes. A version serves at least
+one turn's groups before the next is taken in: else none would be started where versions come faster than into force.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Iterable
 from typing import ClassVar
-
-import numpy as np
-import numpy.typing as npt
 
 from headrace.comm.exchange import SampleStore
 from headrace.comm.messages import (
     Ask,
+    Cut,
+    Dropped,
     Failed,
     Finished,
+    Forgotten,
     GeneratorCounters,
     Grants,
     Message,
     Redirect,
-    SampleMeta,
+    Returned,
     Started,
     Stop,
     TicketGrant,
 )
-from headrace.comm.trajectory import Trajectory, Unit
+from headrace.comm.trajectory import Unit
 from headrace.comm.transport import Received, Transport
 from headrace.comm.weights import Subscriber
 from headrace.ranks.courier import Courier
+from headrace.ranks.groups import CUT, Group, Sample
 from headrace.ranks.heartbeat import MainState
+from headrace.ranks.intake import Intake, Key
 from headrace.ranks.tasks import Scorer, TaskSource
 from headrace.ranks.topology import RoleMap
 from headrace.rollout.engine import Chunk, Engine, Request, SamplingParams
 from headrace.rollout.rewards import Scored
-from headrace.rollout.task import Task
 
 
 class GeneratorDesk:
-    """The courier's side of a generator: brings grants in."""
+    """The courier's side of a generator: brings in what its ledgers say."""
 
-    handles: ClassVar[tuple[type[Message], ...]] = (Grants, Redirect, Stop)
+    handles: ClassVar[tuple[type[Message], ...]] = (Grants, Forgotten, Cut, Dropped, Redirect, Stop)
 
     def __init__(self, transport: Transport, roles: RoleMap) -> None:
-        self.grants: deque[TicketGrant] = deque()
+        self.news: deque[Grants | Forgotten | Cut | Dropped] = deque()
+        """In the order in which they came."""
         self.stop: Stop | None = None
         self._transport = transport
         self._roles = roles
 
     def receive(self, received: Received, now: float) -> None:
         match received.message:
-            case Grants(grants):
-                self.grants.extend(grants)
+            case Grants() | Forgotten() | Cut() | Dropped() as news:
+                self.news.append(news)
             case Redirect(ledger, room):
                 self._transport.send(self._roles.trainers[ledger], Ask(room))
             case Stop() as stop:
@@ -74,29 +82,6 @@ class GeneratorDesk:
 
     def tick(self, now: float) -> None:
         """Everything here is done as it comes in."""
-
-
-@dataclass(slots=True)
-class _Sample:
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish: str = ""
-    text: str = ""
-    reward: float | None = None
-
-
-@dataclass(slots=True)
-class _Group:
-    grant: TicketGrant
-    task: Task
-    prompt: npt.NDArray[np.int32]
-    samples: list[_Sample]
-    started: bool = False
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.grant.ticket, self.grant.attempt
 
 
 class GeneratorLoop:
@@ -115,9 +100,13 @@ class GeneratorLoop:
         scorer: Scorer,
         params: SamplingParams,
         group_size: int,
+        partial: bool,
+        oldest: int,
         seed: int,
         main: MainState,
     ) -> None:
+        """`partial`: running samples go on when the weights change. `oldest`: the largest age of a trained token, in
+        optimizer steps."""
         self.engine = engine
         self._roles = roles
         self._home = roles.home_ledger(roles.index(rank))
@@ -129,13 +118,16 @@ class GeneratorLoop:
         self._scorer = scorer
         self._params = params
         self._group_size = group_size
+        self._partial = partial
+        self._oldest = oldest
         self._seed = seed
         self._main = main
-        self._groups: dict[tuple[int, int], _Group] = {}
-        self._held: deque[TicketGrant] = deque()
-        self._has_weights = False
-        self._asked = 0
-        self._generating = 0
+        self._intake = Intake(engine.capacity().slots, group_size)
+        self._groups: dict[Key, Group] = {}
+        self._loaded = -1
+        """The newest version from the trainers."""
+        self._unused = False
+        """No group was started since that version was loaded, and one must be before the next; never with `partial`."""
         self._started_at = time.monotonic()
         self._turned_at = self._started_at
         self._worked = False
@@ -148,27 +140,30 @@ class GeneratorLoop:
         """One turn of the loop; returns whether anything was done."""
         self._account()
         self._main.set("generating")
-        busy = self.switch_version()
+        busy = self._take_news()
+        if self._unused:
+            busy |= self._start_granted()
+        busy |= self.switch_version()
         busy |= self._start_granted()
         self._ask_for_more()
-        chunks = self.engine.step()
-        self._report_starts(chunks)
-        for chunk in chunks:
-            self._advance(chunk)
+        self._take_in(self.engine.step())
         scored = self._scorer.poll()
         self._settle(scored)
-        self._worked = self._generating > 0
+        self._worked = self._intake.generating > 0
         return busy or self._worked or bool(scored)
 
     def switch_version(self) -> bool:
-        """Take in the newest whole version, if one is there."""
+        """Take in the newest whole version, if one is there and no sample would become one of two versions that
+        mustn't."""
+        if not self._partial and (self._intake.generating or not self._in_force):
+            return False
         version = self._subscriber.take()
         if version is None:
             return False
         self._main.set(f"loading version {version.version}")
         self.engine.load_weights(version.version, version.tensors)
         version.release()
-        self._has_weights = True
+        self._loaded, self._unused = version.version, not self._partial
         self._main.version = self.engine.version
         return True
 
@@ -178,7 +173,7 @@ class GeneratorLoop:
         The engine calls the weights of the model folder version 0, too, but they come before the warm start."""
         self.switch_version()
         self.engine.step()
-        return self._has_weights and self.engine.version >= version
+        return self._loaded >= version and self.engine.version >= version
 
     def post(self, target: int, message: Message) -> None:
         """Have the courier send a message; messages to one rank keep their order."""
@@ -187,15 +182,15 @@ class GeneratorLoop:
     @property
     def waits(self) -> bool:
         """Whether something will come that the courier doesn't announce: a reward, or a version coming into force."""
-        return bool(self._groups) or bool(self._held)
+        return bool(self._groups) or bool(self._intake.held)
 
     def drop_all(self) -> None:
         """Give up whatever runs: the run is over."""
         for group in self._groups.values():
             self._abort(group)
         self._groups.clear()
-        self._held.clear()
-        self._desk.grants.clear()
+        self._intake.clear()
+        self._desk.news.clear()
 
     def _account(self) -> None:
         """Count the time since the last turn as busy if samples were being generated in it."""
@@ -204,69 +199,131 @@ class GeneratorLoop:
             self._busy_s += now - self._turned_at
         self._turned_at = now
 
+    # What the ledgers say
+
+    def _take_news(self) -> bool:
+        busy = bool(self._desk.news)
+        while self._desk.news:
+            match self._desk.news.popleft():
+                case Grants(grants):
+                    self._intake.granted(grants)
+                case Forgotten(room):
+                    self._intake.forgotten(room)
+                case Cut(keys, keep):
+                    self._cut(keys, keep)
+                case Dropped(keys):
+                    self._drop(keys)
+        return busy
+
+    def _cut(self, keys: Collection[Key], keep: bool) -> None:
+        """End these groups. Those that aren't here any more have crossed the message, with all that they had."""
+        unbegun = self._intake.withdraw(keys)
+        complete: list[Group] = []
+        for group in self._present(keys):
+            growing = group.growing
+            self._take_in(self._abort(group))
+            group.cut = True
+            if not group.begun:
+                self._close(group)
+                unbegun.append(group.key)
+                continue
+            for unit in growing:
+                self._end_sample(group, unit, keep)
+            if group.complete:
+                complete.append(group)
+        self._hand_over(complete)
+        self._hand_back(unbegun)
+
+    def _end_sample(self, group: Group, unit: Unit, keep: bool) -> None:
+        sample = group.samples[unit.sample]
+        if keep and sample.tokens:
+            self._finish(group, unit, CUT)
+        else:
+            sample.left_out = True
+
+    def _drop(self, keys: Collection[Key]) -> None:
+        """These groups count no more, wherever they are."""
+        self._intake.withdraw(keys)
+        self._store.release(keys)
+        for group in self._present(keys):
+            self._abort(group)
+            self._close(group, late=True)
+
+    def _present(self, keys: Iterable[Key]) -> list[Group]:
+        return [self._groups[key] for key in keys if key in self._groups]
+
+    def _hand_back(self, keys: Iterable[Key]) -> None:
+        back: dict[int, list[Key]] = {}
+        for key in keys:
+            back.setdefault(self._ledger_of(key[0]), []).append(key)
+        for ledger, tickets in back.items():
+            self.post(ledger, Returned(tickets))
+
+    # Groups
+
     def _ask_for_more(self) -> None:
-        """Ask until every slot has work: some samples of the last group wait in the engine for slots that get free, or
-        slots would stand idle until a whole group fits."""
-        free = self.engine.capacity().slots - self._generating - (self._asked + len(self._held)) * self._group_size
-        if free > 0:
-            room = math.ceil(free / self._group_size)
-            self._asked += room
+        room = self._intake.ask()
+        if room:
             self.post(self._home, Ask(room))
 
     def _start_granted(self) -> bool:
-        """Start every granted group whose oldest allowed version is here; the others wait for the weights."""
-        while self._desk.grants:
-            self._held.append(self._desk.grants.popleft())
-            self._asked -= 1
-        version = self.engine.version
-        ready = [grant for grant in self._held if grant.min_version <= version]
-        self._held = deque(grant for grant in self._held if grant.min_version > version)
-        for grant in ready:
+        if not self._may_start():
+            return False
+        grants = self._intake.start(self.engine.version)
+        for grant in grants:
             self._start(grant)
-        return bool(ready)
+        self._unused &= not grants
+        return bool(grants)
+
+    def _may_start(self) -> bool:
+        """Whether a group started now can keep to one version, if it has to, and no version waits for its turn."""
+        return self._partial or (self._in_force and (self._unused or not self._subscriber.waiting))
+
+    @property
+    def _in_force(self) -> bool:
+        """Whether the next token is sampled with the newest version that was loaded."""
+        return self.engine.version >= self._loaded
 
     def _start(self, grant: TicketGrant) -> None:
         task = self._tasks.task(grant.ticket)
-        prompt = self._tasks.encode(task)
-        group = _Group(grant, task, prompt, [_Sample() for _ in range(self._group_size)])
+        group = Group(grant, task, self._tasks.encode(task), [Sample() for _ in range(self._group_size)])
         self._groups[group.key] = group
-        for index in range(self._group_size):
-            unit = Unit(grant.ticket, index, grant.attempt)
-            self.engine.add(Request(unit, prompt, self._params, (self._seed, grant.ticket, index)))
-        self._generating += self._group_size
+        for unit in group.growing:
+            self.engine.add(Request(unit, group.prompt, self._params, (self._seed, grant.ticket, unit.sample)))
 
-    def _report_starts(self, chunks: list[Chunk]) -> None:
-        """Tell the ledgers which version the first token of a group was sampled with: it fixes the deadline."""
+    def _take_in(self, chunks: Iterable[Chunk]) -> None:
+        """Add new tokens to their samples. Tell the ledgers which version the first token of a group was sampled with:
+        it fixes the deadline."""
         starts: dict[int, list[tuple[int, int, int]]] = {}
         for chunk in chunks:
             group = self._group_of(chunk.id)
-            if group is not None and not group.started:
-                group.started = True
-                born = (group.grant.ticket, group.grant.attempt, chunk.version)
-                starts.setdefault(self._ledger_of(group.grant.ticket), []).append(born)
+            if group is None:
+                continue
+            if not group.begun:
+                ledger = self._ledger_of(group.grant.ticket)
+                starts.setdefault(ledger, []).append((*group.key, chunk.version))
+            self._advance(group, chunk)
         for ledger, entries in starts.items():
             self.post(ledger, Started(entries))
 
-    def _advance(self, chunk: Chunk) -> None:
-        """Append new tokens to their sample; send a finished response to its reward."""
-        group = self._group_of(chunk.id)
-        if group is None:
-            return
+    def _advance(self, group: Group, chunk: Chunk) -> None:
         assert isinstance(chunk.id, Unit)
-        sample = group.samples[chunk.id.sample]
-        sample.tokens.extend(chunk.tokens)
-        sample.logprobs.extend(chunk.logprobs)
-        sample.versions.extend([chunk.version] * len(chunk.tokens))
+        group.samples[chunk.id.sample].append(chunk)
         self._tokens += len(chunk.tokens)
         if chunk.finish is not None:
-            self._generating -= 1
-            sample.finish = chunk.finish
-            sample.text = self._tasks.decode(sample.tokens)
-            self._scorer.submit(chunk.id, group.task, sample.text)
+            self._intake.sampled()
+            self._finish(group, chunk.id, chunk.finish)
+
+    def _finish(self, group: Group, unit: Unit, finish: str) -> None:
+        """A sample has its last token: send the response to its reward."""
+        sample = group.samples[unit.sample]
+        sample.finish = finish
+        sample.text = self._tasks.decode(sample.tokens)
+        self._scorer.submit(unit, group.task, sample.text)
 
     def _settle(self, scored: list[Scored]) -> None:
         """Record rewards; hand over the groups that are complete, give up those whose reward failed."""
-        complete: list[_Group] = []
+        complete: list[Group] = []
         for score in scored:
             group = self._group_of(score.key)
             if group is None:
@@ -278,34 +335,44 @@ class GeneratorLoop:
             group.samples[score.key.sample].reward = score.reward
             self._finished += 1
             self._reward_sum += score.reward
-            if all(sample.reward is not None for sample in group.samples):
+            if group.complete:
                 complete.append(group)
         self._hand_over(complete)
 
-    def _hand_over(self, groups: list[_Group]) -> None:
+    def _hand_over(self, groups: Iterable[Group]) -> None:
         """Put the data where trainers pull it from, then tell the ledgers."""
-        metas: dict[int, list[SampleMeta]] = {}
+        by_ledger: dict[int, list[Group]] = {}
         for group in groups:
-            trajectories = [_trajectory(group, index) for index in range(self._group_size)]
-            self._store.put(*group.key, trajectories)
-            metas.setdefault(self._ledger_of(group.grant.ticket), []).extend(_meta(t) for t in trajectories)
-            del self._groups[group.key]
-        for ledger, samples in metas.items():
-            self.post(ledger, Finished(samples, self._counters()))
+            trajectories = group.trajectories()
+            if trajectories:
+                self._store.put(*group.key, trajectories)
+            self._close(group)
+            by_ledger.setdefault(self._ledger_of(group.grant.ticket), []).append(group)
+        for ledger, done in by_ledger.items():
+            metas = [meta for group in done for meta in group.metas()]
+            left_out = [unit for group in done for unit in group.left_out]
+            self.post(ledger, Finished(metas, self._counters(), left_out))
 
-    def _give_up(self, group: _Group, score: Scored) -> None:
+    def _give_up(self, group: Group, score: Scored) -> None:
         self._abort(group)
-        del self._groups[group.key]
+        self._close(group)
         failed = Failed(*group.key, score.reason or "reward_failed", score.error or "")
         self.post(self._ledger_of(group.grant.ticket), failed)
 
-    def _abort(self, group: _Group) -> None:
-        for index, sample in enumerate(group.samples):
-            if not sample.finish:
-                self.engine.abort(Unit(group.grant.ticket, index, group.grant.attempt))
-                self._generating -= 1
+    def _abort(self, group: Group) -> list[Chunk]:
+        """Stop sampling; returns the tokens that were made and not handed out yet."""
+        growing = group.growing
+        chunks = [self.engine.abort(unit) for unit in growing]
+        self._intake.sampled(len(growing))
+        return [chunk for chunk in chunks if chunk is not None]
 
-    def _group_of(self, id: Hashable) -> _Group | None:
+    def _close(self, group: Group, late: bool = False) -> None:
+        """The group is over. It was late for sure if its deadline has passed, by the newest version known here."""
+        del self._groups[group.key]
+        passed = self._loaded - group.grant.min_version > self._oldest
+        self._intake.ended(late or group.cut or passed)
+
+    def _group_of(self, id: Hashable) -> Group | None:
         """The group a chunk or a reward belongs to; None when it was given up meanwhile."""
         return self._groups.get((id.ticket, id.attempt)) if isinstance(id, Unit) else None
 
@@ -317,30 +384,3 @@ class GeneratorLoop:
         return GeneratorCounters(
             self._tokens, self._finished, self._reward_sum, self._busy_s, wall, self.engine.version
         )
-
-
-def _trajectory(group: _Group, index: int) -> Trajectory:
-    """The columns of one finished sample: the prompt's rows are masked out."""
-    sample = group.samples[index]
-    prompt, length = len(group.prompt), len(group.prompt) + len(sample.tokens)
-    tokens, mask = np.empty(length, np.int32), np.zeros(length, np.uint8)
-    logprobs, versions = np.zeros(length, np.float32), np.full(length, -1, np.int32)
-    tokens[:prompt], tokens[prompt:] = group.prompt, sample.tokens
-    mask[prompt:], logprobs[prompt:], versions[prompt:] = 1, sample.logprobs, sample.versions
-    assert sample.reward is not None
-    return Trajectory(
-        unit=Unit(group.grant.ticket, index, group.grant.attempt),
-        tokens=tokens,
-        loss_mask=mask,
-        logprobs=logprobs,
-        versions=versions,
-        reward=sample.reward,
-        finish=sample.finish,
-        prompt_text=str(group.task.question),
-        response_text=sample.text,
-    )
-
-
-def _meta(trajectory: Trajectory) -> SampleMeta:
-    response = trajectory.response_length
-    return SampleMeta(*trajectory.unit, trajectory.born, len(trajectory.tokens) - response, response, trajectory.reward)

@@ -1,8 +1,12 @@
 """Heartbeats: every rank tells the next one in the ring what its main thread is doing, and for how long.
 
 rank r ── Heartbeat(state, age, version) every heartbeat_s ──▶ rank r+1
-silent for silence_limit_s            → PeerLostError names rank r: the job ends
-own main thread in one state too long → its stacks are written to the log: the job ends
+a generator silent for reissue_after_s → Silence(r) to all trainers: its tickets go to others
+                        … heard again  → Silence(r, over): it may have new ones
+silent for silence_limit_s             → PeerLostError names rank r: the job ends
+own main thread in one state too long  → its stacks are written to the log: the job ends
+
+Time in which the watcher itself stood still counts for nothing: what was sent meanwhile is still to be read.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import time
 from typing import ClassVar
 
 from headrace.comm.errors import PeerLostError, WaitLimitError
-from headrace.comm.messages import Heartbeat, Message
+from headrace.comm.messages import Heartbeat, Message, Silence
 from headrace.comm.transport import Received, Transport
 from headrace.ranks.topology import RoleMap
 
@@ -50,6 +54,7 @@ class Heartbeats:
         roles: RoleMap,
         main: MainState,
         every_s: float,
+        reissue_s: float,
         silence_s: float,
         wait_limit_s: float,
     ) -> None:
@@ -57,26 +62,37 @@ class Heartbeats:
         self._roles = roles
         self._main = main
         self._every = every_s
+        self._reissue = reissue_s
         self._silence = silence_s
         self._stall = STALL_FACTOR * wait_limit_s
         self._watched = (transport.rank - 1) % transport.size
         self._heard: float | None = None
         self._last: Heartbeat | None = None
+        self._presumed_lost = False
+        self._ticked: float | None = None
         self._next = 0.0
         self._left = False
 
     def receive(self, received: Received, now: float) -> None:
         assert isinstance(received.message, Heartbeat)
         self._heard, self._last = now, received.message
+        if self._presumed_lost:
+            self._report(over=True)
 
     def tick(self, now: float) -> None:
-        if self._heard is None:
-            self._heard = now
+        self._pass_over_own_stop(now)
         if self._left:
             return
         if now >= self._next or self._main.read(now)[0] == LEAVING:
             self._beat(now)
         self._check(now)
+
+    def _pass_over_own_stop(self, now: float) -> None:
+        if self._heard is None or self._ticked is None:
+            self._heard = now
+        elif now - self._ticked > self._every:
+            self._heard = min(now, self._heard + now - self._ticked)
+        self._ticked = now
 
     def _beat(self, now: float) -> None:
         state, age = self._main.read(now)
@@ -93,11 +109,24 @@ class Heartbeats:
 
     def _check(self, now: float) -> None:
         assert self._heard is not None
-        leaving = self._last is not None and self._last.state == LEAVING
-        if leaving or now - self._heard <= self._silence:
+        if self._last is not None and self._last.state == LEAVING:
             return
+        silent = now - self._heard
+        generates = self._roles.role(self._watched) == "generator"
+        if silent > self._reissue and generates and not self._presumed_lost:
+            self._report(over=False)
+        if silent > self._silence:
+            self._raise_lost(silent)
+
+    def _report(self, over: bool) -> None:
+        """Tell the trainers what to think of the watched generator."""
+        self._presumed_lost = not over
+        for trainer in self._roles.trainers:
+            self._transport.send(trainer, Silence(self._watched, over))
+
+    def _raise_lost(self, silent: float) -> None:
         said = f"last said '{self._last.state}'" if self._last else "has never said anything"
         raise PeerLostError(
-            f"{self._roles.name(self._watched)} has been silent for {now - self._heard:.0f} s and {said}. "
+            f"{self._roles.name(self._watched)} has been silent for {silent:.0f} s and {said}. "
             "It died or its host is unreachable; its log is in the run folder."
         )

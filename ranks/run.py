@@ -21,6 +21,7 @@ from headrace.comm.weights import Publisher, Subscriber
 from headrace.ranks.config import JobConfig
 from headrace.ranks.courier import Courier
 from headrace.ranks.evaluation import EvaluationFile, evaluate_share
+from headrace.ranks.failed_groups import FailedGroups, failure_limit
 from headrace.ranks.generator import GeneratorDesk, GeneratorLoop
 from headrace.ranks.heartbeat import Heartbeats, MainState
 from headrace.ranks.learner import Learner
@@ -76,7 +77,13 @@ class Rank:
         run = self.config.run
         if self.heartbeats and self.transport.size > 1:
             beats = Heartbeats(
-                self.transport, self.roles, self.main, run.heartbeat_s, run.silence_limit_s, run.wait_limit_s
+                self.transport,
+                self.roles,
+                self.main,
+                every_s=run.heartbeat_s,
+                reissue_s=self.config.ledger.reissue_after_s,
+                silence_s=run.silence_limit_s,
+                wait_limit_s=run.wait_limit_s,
             )
             services = [*services, beats]
         return Courier(self.transport, services, self.on_error, self.early)
@@ -111,6 +118,8 @@ class GeneratorRank:
             scorer,
             params,
             config.rollout.group_size,
+            config.rollout.partial,
+            ledger_spec(config, None).oldest,
             config.run.seed,
             rank.main,
         )
@@ -160,10 +169,11 @@ class TrainerRank:
         spec = ledger_spec(rank.config, tickets)
         transport, roles = rank.transport, rank.roles
         self._node = LedgerNode(spec, rank.index, list(roles.trainers), list(roles.generators), transport.send, state)
+        failed = FailedGroups(self._node, failure_limit(spec, len(roles.trainers)))
         consumer = ExchangeConsumer(transport)
-        self._desk = TrainerDesk(transport, self._node, consumer, rank.index)
+        self._desk = TrainerDesk(transport, self._node, consumer, failed, rank.index, len(roles.trainers))
         self._leader = self._make_leader() if rank.index == 0 else None
-        services: list[Service] = [self._node, consumer, self._desk, publisher]
+        services: list[Service] = [failed, self._node, consumer, self._desk, publisher]
         self.courier = rank.courier(services + ([self._leader] if self._leader else []))
 
     def _make_leader(self) -> LeaderDesk:
@@ -215,6 +225,7 @@ class TrainerRank:
             steps=config.run.steps,
             start_step=rank.start_step,
             publish_every=config.weights.publish_every,
+            mask_age=self._node.spec.oldest if config.ledger.overdue == "mask" else None,
             wait_limit_s=limit,
             on_step=on_step,
             on_end=on_end,

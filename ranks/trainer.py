@@ -14,12 +14,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
+
+from msgspec.structs import replace
 
 from headrace.comm.errors import WaitLimitError
 from headrace.comm.exchange import ExchangeConsumer
@@ -38,6 +39,7 @@ from headrace.comm.trajectory import Trajectory
 from headrace.comm.transport import Received, Transport
 from headrace.comm.weights import Publisher
 from headrace.ranks.courier import Courier
+from headrace.ranks.failed_groups import FailedGroups
 from headrace.ranks.heartbeat import MainState
 from headrace.ranks.learner import Learner
 from headrace.ranks.metrics import MetricsGatherer, batch_metrics, ticket_totals
@@ -60,11 +62,22 @@ class StepBatch:
 
 
 class TrainerDesk:
-    """The courier's side of a trainer: pulls the data of a formed step and hands the batch to the main thread."""
+    """The courier's side of a trainer: pulls the data of a formed step and hands the batch to the main thread.
+
+    If an owner falls silent before its data are here, a sole replica has the step formed anew without them. One of
+    several can't: the others may train the batch already. It waits until the owner is heard again."""
 
     handles: ClassVar[tuple[type[Message], ...]] = (CheckpointBegin, Evaluating, Stop)
 
-    def __init__(self, transport: Transport, node: LedgerNode, consumer: ExchangeConsumer, index: int) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        node: LedgerNode,
+        consumer: ExchangeConsumer,
+        failed: FailedGroups,
+        index: int,
+        replicas: int,
+    ) -> None:
         self.batches: deque[StepBatch] = deque()
         self.checkpoints: deque[int] = deque()
         self.stop: Stop | None = None
@@ -72,12 +85,13 @@ class TrainerDesk:
         self._node = node
         self._consumer = consumer
         self._index = index
+        self._alone = replicas == 1
         self.evaluated_at = 0.0
         """When a generator last said that it is evaluating, by the monotonic clock."""
-        self._failures = 0
-        self._last_failure = ""
+        self._failed = failed
         self._formed: FormedStep | None = None
-        self._requests: list[int] = []
+        self._requests: dict[int, int] = {}
+        """Number of each pull that hasn't come → its owner."""
         self._data: dict[Key, list[Trajectory]] = {}
 
     def receive(self, received: Received, now: float) -> None:
@@ -90,16 +104,14 @@ class TrainerDesk:
                 self.stop = stop
 
     def tick(self, now: float) -> None:
-        for failed in self._node.take_failures():
-            self._failures += 1
-            self._last_failure = f"ticket {failed.ticket} failed ({failed.reason}): {failed.text}"
-            print(self._last_failure, file=sys.stderr, flush=True)
         if self._formed is None:
             self._formed = self._node.take_formed()
             if self._formed is not None:
                 self._pull(self._formed)
         if self._formed is not None and self._arrived():
             self._hand_over(self._formed)
+        elif self._formed is not None and self._alone:
+            self._give_up_absent(self._formed)
 
     def release(self, formed: FormedStep) -> None:
         """Tell the owners of this replica's groups that they are trained."""
@@ -110,9 +122,7 @@ class TrainerDesk:
         """What a batch is waited for, in one line."""
         waiting = [f"data of {len(keys)} groups from rank {rank}" for rank, keys, _ in self._consumer.waiting()]
         about = "; ".join(waiting) if waiting else self._node.describe()
-        if self._failures:
-            about += f"; {self._failures} groups have failed here, at last {self._last_failure}"
-        return about
+        return about + self._failed.describe()
 
     def _by_owner(self, formed: FormedStep) -> dict[int, list[Key]]:
         keys: dict[int, list[Key]] = {}
@@ -122,15 +132,27 @@ class TrainerDesk:
         return keys
 
     def _pull(self, formed: FormedStep) -> None:
-        self._requests = [self._consumer.pull(owner, keys) for owner, keys in self._by_owner(formed).items()]
+        self._requests = {self._consumer.pull(owner, keys): owner for owner, keys in self._by_owner(formed).items()}
 
     def _arrived(self) -> bool:
         for request in list(self._requests):
             data = self._consumer.take(request)
             if data is not None:
                 self._data |= data
-                self._requests.remove(request)
+                del self._requests[request]
         return not self._requests
+
+    def _give_up_absent(self, formed: FormedStep) -> None:
+        """Void the batch if data are still to come from a generator that is taken for lost."""
+        absent = set(self._requests.values()) & set(self._node.absent)
+        if not absent:
+            return
+        for request in self._requests:
+            self._consumer.cancel(request)
+        self._requests.clear()
+        self._data.clear()
+        self._formed = None
+        self._node.unform(group.ticket for group in formed.groups if group.owner in absent)
 
     def _hand_over(self, formed: FormedStep) -> None:
         mine = [(i, group) for i, group in enumerate(formed.groups) if group.replica == self._index]
@@ -168,6 +190,11 @@ class LeaderDesk:
         """Everything here is done as it comes in."""
 
 
+def mask_older(groups: list[list[Trajectory]], version: int) -> list[list[Trajectory]]:
+    """The same samples with the tokens of versions before `version` out of the loss."""
+    return [[replace(t, loss_mask=t.loss_mask * (t.versions >= version)) for t in group] for group in groups]
+
+
 class TrainerLoop:
     """The main thread of a trainer."""
 
@@ -184,11 +211,13 @@ class TrainerLoop:
         steps: int,
         start_step: int,
         publish_every: int,
+        mask_age: int | None,
         wait_limit_s: float,
         on_step: Callable[[StepBatch, int], None],
         on_end: Callable[[int], None],
         record: Callable[[int, dict[str, object]], None] | None,
     ) -> None:
+        """`mask_age`: tokens older than so many optimizer steps are masked out of the loss; None masks none."""
         self.done = False
         self.version = start_step
         self._roles = roles
@@ -201,6 +230,7 @@ class TrainerLoop:
         self._main = main
         self._steps = steps
         self._publish_every = publish_every
+        self._mask_age = mask_age
         self._wait_limit = wait_limit_s
         self._start_step = start_step
         self._on_step = on_step
@@ -242,6 +272,8 @@ class TrainerLoop:
         step = batch.formed.step
         assert step == self.version, f"step {step} was formed for version {self.version}"
         self._main.set(f"training step {step}")
+        if self._mask_age is not None:
+            batch.groups = mask_older(batch.groups, step - self._mask_age)
         stats = self._learner.learn(batch.formed, batch.groups, batch.indices, step)
         trained = time.monotonic()
         self.version = step + 1

@@ -149,6 +149,11 @@ class RolloutConfig(Section):
     """What happens to the cached keys and values of running samples when new weights arrive: kept as they are, or
     computed again with the new weights."""
 
+    partial: bool = True
+    """New weights are taken in at once, and running samples go on with them: a response, and the responses of a group,
+    may be of several versions. False: all tokens of a group are of one version. While newer weights wait no group is
+    started, and they are taken in when nothing runs any more, so that slots stand idle meanwhile."""
+
     latency: LatencyConfig = LatencyConfig()
 
 

@@ -76,8 +76,9 @@ class Engine(Protocol):
         """Queue a request. Raises `DataError` when prompt plus `max_tokens` don't fit into the context."""
         ...
 
-    def abort(self, id: Hashable) -> None:
-        """Forget a request, running or waiting; unknown ids are ignored."""
+    def abort(self, id: Hashable) -> Chunk | None:
+        """Forget a request, running or waiting; unknown ids are ignored. Returns the tokens, if any, that it has made
+        since its last chunk."""
         ...
 
     def step(self) -> list[Chunk]:

@@ -89,9 +89,12 @@ class LatencyEngine:
             self._tick_time = time.monotonic()
         self._waiting.append(request)
 
-    def abort(self, id: Hashable) -> None:
-        if self._running.pop(id, None) is None:
+    def abort(self, id: Hashable) -> Chunk | None:
+        run = self._running.pop(id, None)
+        if run is None:
             self._waiting = deque(request for request in self._waiting if request.id != id)
+            return None
+        return self._chunk(run, None) if self._tick > run.start + run.handed_out else None
 
     def capacity(self) -> Capacity:
         return Capacity(self._slots, len(self._running), len(self._waiting))

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from headrace.comm.errors import HeadraceError, PeerLostError, WaitLimitError
-from headrace.comm.messages import Ask, Bye, Heartbeat, Hello
+from headrace.comm.messages import Ask, Bye, Heartbeat, Hello, Silence
 from headrace.comm.simulated import SimulatedNetwork
 from headrace.ranks.config import RanksConfig
 from headrace.ranks.courier import Courier
@@ -74,9 +74,20 @@ def test_an_exception_in_a_service_is_reported():
     assert isinstance(errors[0], KeyError)
 
 
-def heartbeats(network, rank, roles, silence=5.0, limit=100.0):
+def heartbeats(network, rank, roles, silence=5.0, limit=100.0, reissue=100.0):
     main = MainState("testing")
-    return Heartbeats(network.transport(rank), roles, main, 1.0, silence, limit), main
+    beats = Heartbeats(
+        network.transport(rank), roles, main, every_s=1.0, reissue_s=reissue, silence_s=silence, wait_limit_s=limit
+    )
+    return beats, main
+
+
+def tick_until(beats, begin, end):
+    """As a courier does: often."""
+    while begin < end:
+        beats.tick(begin)
+        begin += 0.1
+    beats.tick(end)
 
 
 def test_a_silent_rank_is_named_with_its_last_word():
@@ -90,9 +101,60 @@ def test_a_silent_rank_is_named_with_its_last_word():
     mine.tick(now)
     for received in network.transport(0).poll():
         mine.receive(received, now)
-    mine.tick(now + 4.9)
+    tick_until(mine, now, now + 4.9)
     with pytest.raises(PeerLostError, match=r"rank 1 \(generator 0 on b\) has been silent.*training step 7"):
-        mine.tick(now + 5.1)
+        tick_until(mine, now + 4.9, now + 5.1)
+
+
+def silences(network, rank, beats=None, now=0.0):
+    """What a trainer is told of generators; what it is sent of heartbeats goes to `beats`."""
+    got = network.transport(rank).poll()
+    for received in got:
+        if beats is not None and isinstance(received.message, Heartbeat):
+            beats.receive(received, now)
+    return [received.message for received in got if isinstance(received.message, Silence)]
+
+
+def test_a_silent_generator_is_reported_to_all_trainers_and_again_when_it_is_heard():
+    network = SimulatedNetwork(4)
+    roles = plan_roles(["a"] * 4, RanksConfig(trainers=2, generators=2))
+    watcher, _ = heartbeats(network, 3, roles, silence=60, reissue=5)
+    silent, _ = heartbeats(network, 2, roles)
+    now = time.monotonic()
+    silent.tick(now)
+    assert silences(network, 3, watcher, now) == []
+    tick_until(watcher, now, now + 4.9)
+    assert silences(network, 0) == silences(network, 1) == []
+    tick_until(watcher, now + 4.9, now + 9)
+    assert silences(network, 0) == silences(network, 1) == [Silence(2, over=False)], "once"
+    silent.tick(now + 9)
+    silences(network, 3, watcher, now + 9)
+    assert silences(network, 0) == silences(network, 1) == [Silence(2, over=True)]
+    tick_until(watcher, now + 9, now + 13)
+    assert silences(network, 0) == []
+
+
+def test_a_silent_trainer_is_never_presumed_lost_only_missed_in_the_end():
+    network = SimulatedNetwork(2)
+    roles = plan_roles(["a", "a"], RanksConfig(trainers=1, generators=1))
+    watcher, _ = heartbeats(network, 1, roles, silence=20, reissue=5)
+    now = time.monotonic()
+    tick_until(watcher, now, now + 19)
+    assert silences(network, 0) == []
+    with pytest.raises(PeerLostError, match="rank 0"):
+        tick_until(watcher, now + 19, now + 21)
+
+
+def test_a_rank_that_stood_still_itself_takes_nobody_for_lost():
+    network = SimulatedNetwork(2)
+    roles = plan_roles(["a", "a"], RanksConfig(trainers=1, generators=1))
+    mine, _ = heartbeats(network, 0, roles, reissue=3)
+    now = time.monotonic()
+    tick_until(mine, now, now + 2)
+    tick_until(mine, now + 60, now + 60.5)
+    assert silences(network, 0) == []
+    tick_until(mine, now + 60.5, now + 62)
+    assert silences(network, 0) == [Silence(1, over=False)]
 
 
 def test_a_rank_that_leaves_is_not_missed():
@@ -109,7 +171,7 @@ def test_a_rank_that_leaves_is_not_missed():
     assert [received.message.state for received in got] == ["testing", LEAVING]
     for received in got:
         mine.receive(received, now)
-    mine.tick(now + 150)
+    tick_until(mine, now, now + 150)
 
 
 def test_a_main_thread_that_hangs_ends_the_job():
