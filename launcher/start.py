@@ -17,6 +17,7 @@ from headrace.launcher.metrics import read_rows
 from headrace.launcher.models import make_tiny_model
 from headrace.launcher.mpi import choose_mpi
 from headrace.launcher.plots import learning_curve
+from headrace.launcher.record import Ended, record_end, record_launcher
 from headrace.launcher.run import STOPPED, Job, Order, Outcome
 from headrace.launcher.runfolder import (
     INITIAL_MODEL,
@@ -29,6 +30,7 @@ from headrace.launcher.runfolder import (
     held,
     steps_done,
     write_job,
+    writing,
 )
 from headrace.launcher.view import PlainView, make_view, ticking
 
@@ -97,6 +99,7 @@ def run_job(config: Config, resume: bool, fresh: bool, program: Sequence[str] = 
         if warning := crowded(ranks, len(os.sched_getaffinity(0))):
             view.line(warning)
         outcome = Job(order, attempt, view.line, view.tick).run()
+    record_end(attempt.folder, Ended(outcome.status, outcome.failure.cause if outcome.failure else None))
     _tell_end(attempt, outcome)
     return outcome.status
 
@@ -112,6 +115,7 @@ def debug_job(config: Config, resume: bool, fresh: bool) -> int:
         stack.enter_context(ticking(view))
         view.line(f"run folder {attempt.run}, both roles in this process")
         stopped = run_debug(config.job(), attempt.run, done > 0, view.line)
+    record_end(attempt.folder, Ended(STOPPED if stopped else 0, None))
     _draw(attempt.run)
     return STOPPED if stopped else 0
 
@@ -161,6 +165,8 @@ def _prepare(
     check_data(config)
     stack.enter_context(held(config.run.folder))
     attempt = begin_attempt(config)
+    with writing(attempt.run):
+        record_launcher(attempt.folder)
     done = steps_done(attempt.run)
     if attempt.number > 1 and not done:
         print("no checkpoint was written yet: starting from the beginning")
