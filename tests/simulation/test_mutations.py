@@ -11,18 +11,23 @@ from functools import partial
 
 import msgspec
 import pytest
-from ledger_world import Choices, Setup, World
+from worlds.playing import Choices, resumed
+from worlds.playing import run as play_on
+from worlds.setup import Setup
+from worlds.world import World
 
 from headrace.comm.messages import TicketGrant
 from headrace.ranks import forming
 from headrace.ranks.forming import Standing
-from headrace.ranks.ledger import Ledger, Stage, Ticket
+from headrace.ranks.ledger import Ledger
 from headrace.ranks.node import LedgerNode
+from headrace.ranks.outstanding import Stage, Ticket
 from headrace.ranks.tickets import FormedGroup, LedgerSpec, LedgerState
 
 SEEDS = range(300)
 CLEAN_SEEDS = range(10)
 Patch = Callable[[pytest.MonkeyPatch], None]
+Counts = dict[int, int] | None
 
 
 def spec(
@@ -105,7 +110,17 @@ def static_caps(patch: pytest.MonkeyPatch) -> None:
 
 
 def accept_any_late_result(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ledger, "_late_counts", lambda self, ticket, sample: True)
+    counts, complete = Ledger._counts, Ledger._complete_if_whole
+
+    def lenient(self: Ledger, ticket: Ticket, sample: int, attempt: int, born: int) -> bool:
+        return counts(self, ticket, sample, attempt, max(born, ticket.floor) if attempt < ticket.attempt else born)
+
+    def unseeing(self: Ledger, ticket: Ticket, attempt: int) -> None:
+        ticket.floor = min([ticket.floor, *(sample.born for sample in ticket.works[attempt].samples.values())])
+        complete(self, ticket, attempt)
+
+    patch.setattr(Ledger, "_counts", lenient)
+    patch.setattr(Ledger, "_complete_if_whole", unseeing)
 
 
 def staleness_in_steps(patch: pytest.MonkeyPatch) -> None:
@@ -123,9 +138,8 @@ def move_without_escrow(patch: pytest.MonkeyPatch) -> None:
         standing = contribute(self, False)
         return msgspec.structs.replace(standing, offer=self.credits if escrow else 0)
 
-    def unguarded(self: Ledger, gained: int, taken: dict[int, int] | None) -> list[FormedGroup]:
-        chosen = deliver(self, max(gained, -self.credits), taken)
-        return chosen
+    def unguarded(self: Ledger, gained: int, taken: Counts, struck: Counts) -> list[FormedGroup]:
+        return deliver(self, max(gained, -self.credits), taken, struck)
 
     patch.setattr(Ledger, "contribute", open_handed)
     patch.setattr(Ledger, "deliver", unguarded)
@@ -183,12 +197,12 @@ def withdraw_offered(patch: pytest.MonkeyPatch) -> None:
         self._told, self._offered = self._offered, {}  # type: ignore[attr-defined]
         return standing
 
-    def remembered(self: Ledger, gained: int, taken: dict[int, int] | None) -> list[FormedGroup]:
+    def remembered(self: Ledger, gained: int, taken: Counts, struck: Counts) -> list[FormedGroup]:
         self._offered = self._told  # type: ignore[attr-defined]
         for numbers in self._offered.values():
             if taken and any(n not in self._tickets or self._tickets[n].open for n in numbers):
                 raise AssertionError("a chosen group isn't there")
-        return deliver(self, gained, taken)
+        return deliver(self, gained, taken, struck)
 
     deliver = Ledger.deliver
     patch.setattr(Ledger, "contribute", forgetful)
@@ -198,10 +212,10 @@ def withdraw_offered(patch: pytest.MonkeyPatch) -> None:
 def train_what_was_lost(patch: pytest.MonkeyPatch) -> None:
     """A failed group keeps its credit."""
 
-    def drop(self: Ledger, ticket: Ticket) -> None:
+    def settle(self: Ledger, ticket: Ticket) -> None:
         del self._tickets[ticket.number]
 
-    patch.setattr(Ledger, "_drop", drop)
+    patch.setattr(Ledger, "_settle", settle)
     without_credit_check(patch)
 
 
@@ -238,15 +252,15 @@ CASES: dict[str, tuple[Patch, Setup]] = {
 
 def run(setup: Setup, seed: int) -> None:
     """A world to its end."""
-    if not World(setup, Choices(seed)).run(20_000):
+    if not play_on(World(setup), Choices(seed), 20_000):
         raise AssertionError("it doesn't end")
 
 
 def resume(before: Setup, after: Setup, seed: int) -> None:
     """A world that is killed somewhere and goes on as another."""
     choices = Choices(seed)
-    world = World(before, choices)
-    if not world.run(60 + choices(100)) and not world.resumed(after, choices).run(20_000):
+    world = World(before)
+    if not play_on(world, choices, 60 + choices(100)) and not play_on(resumed(world, after, choices), choices, 20_000):
         raise AssertionError("it doesn't end")
 
 
