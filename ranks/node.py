@@ -169,15 +169,17 @@ class LedgerNode:
     def tick(self, now: float) -> None:
         """Begin the next round when it is time: at once to share a chosen batch, soon when something has changed here
         or another ledger waits, later and later when nothing does."""
-        while self._due(now):
+        while (due := self.next_tick()) is not None and due <= now:
             self._began = now
             self._begin_round()
 
-    def _due(self, now: float) -> bool:
+    def next_tick(self) -> float | None:
+        """When `tick` will begin a round unless a message comes before; None: not without one."""
         if self.phase is Phase.OVER or not self._rounds.idle:
-            return False
-        pause = SHORTEST_PAUSE_S if self._changed or self._rounds.peer_began else self._pause
-        return self.phase is Phase.SHARING or now - self._began >= pause
+            return None
+        if self.phase is Phase.SHARING:
+            return self._began
+        return self._began + (SHORTEST_PAUSE_S if self._changed or self._rounds.peer_began else self._pause)
 
     # What the trainer says and asks
 
