@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from jobs import check_books, run_job
+import pytest
+from jobs import check_books, metrics_of, run_job
 from tiny import tiny_config
 
 REWARD = """
@@ -59,3 +60,32 @@ def test_groups_whose_reward_fails_are_counted_with_their_errors_and_the_job_goe
     for index in (2, 9):
         assert f"RuntimeError: no verdict on {20 + index}+{30 + index}=" in log
     assert "the reward returned None" in log
+
+
+@pytest.mark.parametrize(
+    ("run", "ledger", "trainers"),
+    [
+        ({"deterministic": False}, {"max_staleness": 1, "groups_per_step": 3}, 2),
+        ({"deterministic": True}, {"max_staleness": 0, "groups_per_step": 3}, 1),
+    ],
+)
+def test_a_reward_that_always_raises_ends_the_job_with_one_paragraph(tmp_path, run, ledger, trainers):
+    (tmp_path / "reward.py").write_text("def broken(task, answer):\n    return task.answer.score\n")
+    config = tiny_config(
+        run={"steps": 50, **run},
+        ranks={"trainers": trainers, "generators": 1},
+        data={"reward": "reward.py:broken"},
+        ledger=ledger,
+        rollout={"group_size": 2},
+        train={"warm_start": None},
+    )
+    _, output = run_job(config, tmp_path, status=1)
+    assert metrics_of(tmp_path) == []
+    assert "Traceback" not in output
+    assert "Abort" not in output
+    (paragraph,) = [line for line in output.splitlines() if line.startswith("headrace: ")]
+    assert output.count("AttributeError") == 1
+    assert "AttributeError: 'str' object has no attribute 'score' (" in paragraph
+    assert "reward.py, line 2)" in paragraph
+    log = (tmp_path / f"runs/job/latest/rank_{paragraph.split()[2].zfill(3)}.log").read_text()
+    assert "Traceback (most recent call last)" in log
