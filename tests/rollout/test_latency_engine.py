@@ -169,6 +169,30 @@ def test_abort_frees_the_slot_for_a_waiting_request(clock: Clock) -> None:
     assert {id: len(tokens) for id, tokens in result.tokens.items()} == {0: 50, 1: 50}
 
 
+def test_abort_returns_the_tokens_that_were_not_handed_out_yet(clock: Clock) -> None:
+    config = LatencyConfig(sigma=0, median_tokens=50)
+    whole = LatencyEngine(config, slots=2)
+    whole.add(request(0))
+    tokens = Collected().run(whole, clock).tokens[0]
+    engine = LatencyEngine(config, slots=1)
+    engine.add(request(0))
+    engine.add(request(1))
+    (first,) = engine.step()
+    assert len(first.tokens) < 20
+    assert engine.abort(0) is None, "nothing was made since"
+    engine.abort(1)
+    engine.load_weights(1, one_tensor())
+    engine.add(request(0))
+    chunks = [chunk for _ in range(6) for chunk in engine.step()]
+    engine.load_weights(2, one_tensor())
+    rest = engine.abort(0)
+    assert rest is not None
+    assert (rest.version, rest.finish) == (1, None)
+    made = [token for chunk in [*chunks, rest] for token in chunk.tokens]
+    assert made == tokens[: len(made)]
+    assert 20 < len(made) < 50
+
+
 def test_nothing_to_do_is_an_empty_step_at_once(clock: Clock) -> None:
     assert LatencyEngine(LatencyConfig(), slots=1).step() == []
     assert clock.sleeps == 0
