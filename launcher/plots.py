@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace.comm.files import disk_errors
 from headrace.launcher.metrics import Row, read_rows
 
 WINDOW = 10
@@ -21,6 +22,9 @@ def learning_curve(run: Path) -> Path | None:
     """Draw RUN/learning_curve.png from RUN/metrics.jsonl: reward above, staleness and idle shares below.
 
     Returns None, and draws nothing, for a run of fewer than two steps.
+
+    Raises:
+        HeadraceError: the picture can't be written.
     """
     rows = read_rows(run / "metrics.jsonl")
     if len(rows) < 2:
@@ -41,7 +45,10 @@ def learning_curve(run: Path) -> Path | None:
     idle.set_xlabel("optimizer step")
     figure.align_ylabels()
     picture = run / "learning_curve.png"
-    figure.savefig(picture)
+    partial = run / ".learning_curve.png"
+    with disk_errors(f"The learning curve {picture}", run, "Free some space; the run itself is complete."):
+        figure.savefig(partial)
+        partial.replace(picture)
     return picture
 
 

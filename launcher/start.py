@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from headrace.comm.errors import ConfigError, DataError
+from headrace.comm.errors import ConfigError, DataError, HeadraceError
 from headrace.launcher.check_data import check_data_here, check_data_of_ranks
 from headrace.launcher.check_model import check_model_folder
 from headrace.launcher.config import Config
@@ -206,6 +206,11 @@ def _stopped(status: int, done: int) -> str:
 
 
 def _draw(run: Path) -> None:
-    picture = learning_curve(run)
+    """Draw what the job has learned; its status doesn't depend on whether there is space for a picture."""
+    try:
+        picture = learning_curve(run)
+    except HeadraceError as error:
+        print(f"headrace: {error}", file=sys.stderr)
+        return
     if picture is not None:
         print(f"learning curve: {picture}")

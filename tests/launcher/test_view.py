@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from headrace.comm.errors import HeadraceError
 from headrace.launcher.metrics import MetricsTail, read_rows
 from headrace.launcher.plots import learning_curve, moving_average
 from headrace.launcher.view import Clock, LiveView, PlainView, duration, make_view
@@ -173,3 +174,14 @@ def test_the_picture_needs_two_steps_and_bears_missing_figures(tmp_path: Path) -
     picture = learning_curve(tmp_path)
     assert picture is not None
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_for_which_there_is_no_space_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    append(tmp_path / "metrics.jsonl", row(1), row(2))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    with pytest.raises(HeadraceError, match=r"learning_curve\.png can't be written: No space left"):
+        learning_curve(tmp_path)
+    assert not (tmp_path / "learning_curve.png").exists()

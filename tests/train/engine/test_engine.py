@@ -22,6 +22,7 @@ from engine_kit import (
     whole_gradients,
     whole_weights,
 )
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from headrace.comm.errors import DataError, HeadraceError
@@ -242,6 +243,19 @@ def test_a_saved_model_is_loaded_by_hugging_face(
 def test_saving_in_bfloat16_says_so(folders: Folders, tmp_path: Path) -> None:
     make_engine(folders["tied"], dtype="bfloat16").save_model(tmp_path / "model")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").dtype == torch.bfloat16
+
+
+def test_a_model_for_which_there_is_no_space_is_one_paragraph_and_leaves_nothing(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    engine = make_engine(folders["tied"])
+    monkeypatch.setattr("headrace.train.torch_engine.save_file", full)
+    with pytest.raises(HeadraceError, match=r"The model folder .*reference can't be written: .*No space left"):
+        engine.save_model(tmp_path / "reference")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
