@@ -95,6 +95,15 @@ def test_pulled_groups_are_the_groups_that_were_put(groups: list[list[int]]) -> 
     }
 
 
+def test_a_group_may_lack_samples_and_the_others_keep_their_places() -> None:
+    pair = Pair()
+    rest = [trajectory(5, sample, 4) for sample in (0, 3)]
+    pair.store.put(5, 0, rest)
+    (pulled,) = pair.pull([(5, 0)]).values()
+    assert plain(pulled) == plain(rest)
+    assert [item.unit.sample for item in pulled] == [0, 3]
+
+
 def test_only_the_fields_asked_for_travel() -> None:
     pair = Pair()
     pair.store.put(5, 0, group(5, [3, 0, 1]))

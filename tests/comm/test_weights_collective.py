@@ -106,7 +106,10 @@ class Job:
     def next(self, generator: int) -> Version:
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
-            if (found := self.subscribers[generator].take()) is not None:
+            if self.subscribers[generator].waiting:
+                found = self.subscribers[generator].take()
+                assert found is not None
+                assert not self.subscribers[generator].waiting
                 return found
             time.sleep(1e-3)
         raise AssertionError("no version came")

@@ -157,7 +157,11 @@ def test_every_version_taken_is_whole_and_equal_bit_for_bit_and_never_goes_back(
             if generator in held:
                 world.check(held[generator])
                 held.pop(generator).release()
-            if (found := world.subscribers[generator].take()) is not None:
+            waiting = world.subscribers[generator].waiting
+            found = world.subscribers[generator].take()
+            assert waiting == (found is not None)
+            assert not world.subscribers[generator].waiting
+            if found is not None:
                 assert taken[generator] < found.version <= version
                 taken[generator] = found.version
                 held[generator] = found
