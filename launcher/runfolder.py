@@ -2,14 +2,15 @@
 
 runs/NAME/
   config.yaml          the resolved config of the last attempt
-  metrics.jsonl        one object per optimizer step
+  metrics.jsonl        one object per optimizer step; beside it samples.jsonl, evaluations.jsonl, tensorboard/
   initial_model/       the model made by `model.tiny`
   attempt_01/          one per start of the job
     job.yaml           what the ranks of this attempt read
     mpirun.log         everything that mpirun and the ranks printed
     rank_000.log …     each rank's own log; rank_000.pid its process; error_000.txt why it failed
   latest -> attempt_01
-  checkpoints/  samples/  learning_curve.png …
+  checkpoints/  reference/  export/  learning_curve.png
+  .lock                held by the job that runs here
 """
 
 from __future__ import annotations

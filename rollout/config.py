@@ -58,7 +58,7 @@ class DataConfig(Section):
     and returning a number. Needed with `data.file`; with an environment it replaces the environment's own."""
 
     size: int = Field(10_000, ge=1)
-    """Number of tasks taken from the environment; a file has its own size."""
+    """Tasks of the environment to train on, at most; those of `eval.tasks` come on top. A file has its own size."""
 
     epochs: int | None = Field(None, ge=1)
     """How often the tasks may be used; none means until `run.steps` are done."""
