@@ -157,7 +157,7 @@ def formed_group(
         ledger=ledger,
         replica=-1,
         deadline=deadline,
-        born=min(sample.born_since(oldest) for sample in samples),
+        born=min((s.born_since(oldest) for s, tokens in zip(samples, in_loss, strict=True) if tokens), default=oldest),
         samples=len(samples),
         tokens=sum(sample.prompt_tokens + sample.response_tokens for sample in samples),
         response_tokens=sum(sample.response_tokens for sample in samples),
