@@ -11,8 +11,9 @@ from functools import partial
 
 import msgspec
 import pytest
-from worlds.playing import Choices, resumed
+from worlds.playing import choices
 from worlds.playing import run as play_on
+from worlds.resuming import resumed
 from worlds.setup import Setup
 from worlds.world import World
 
@@ -252,15 +253,15 @@ CASES: dict[str, tuple[Patch, Setup]] = {
 
 def run(setup: Setup, seed: int) -> None:
     """A world to its end."""
-    if not play_on(World(setup), Choices(seed), 20_000):
+    if not play_on(World(setup), choices(seed), 20_000):
         raise AssertionError("it doesn't end")
 
 
 def resume(before: Setup, after: Setup, seed: int) -> None:
     """A world that is killed somewhere and goes on as another."""
-    choices = Choices(seed)
+    choose = choices(seed)
     world = World(before)
-    if not play_on(world, choices, 60 + choices(100)) and not play_on(resumed(world, after, choices), choices, 20_000):
+    if not play_on(world, choose, 60 + choose(100)) and not play_on(resumed(world, after, choose), choose, 20_000):
         raise AssertionError("it doesn't end")
 
 

@@ -12,7 +12,8 @@ from functools import partial
 
 import msgspec
 import pytest
-from worlds.playing import Choices, play, play_to_the_end, resumed, run
+from worlds.playing import choices, play, play_to_the_end, run
+from worlds.resuming import resumed
 from worlds.schedules import STALENESS, covered, live
 from worlds.setup import Setup
 from worlds.world import World
@@ -75,24 +76,24 @@ def test_after_a_resume_the_bound_holds_from_the_first_step() -> None:
     before = Setup(LedgerSpec(2, 4, 1, 1, 10, None), generators=3, room=4)
     after = replace(before, spec=msgspec.structs.replace(before.spec, max_staleness=1))
     for seed in range(20):
-        choices = Choices(seed)
+        choose = choices(seed)
         world = World(before)
-        if not run(world, choices, 300):
-            world = resumed(world, after, choices)
-            assert run(world, choices)
+        if not run(world, choose, 300):
+            world = resumed(world, after, choose)
+            assert run(world, choose)
             assert max(world.rules.ages, default=0) <= 1
 
 
 def test_a_failed_group_does_not_hold_up_the_position_of_a_resume() -> None:
     setup = Setup(LedgerSpec(2, 1, 1, 1, 50, 20), ledgers=2, generators=2, room=3, failures=4)
     for seed in range(10):
-        choices = Choices(seed)
+        choose = choices(seed)
         world = World(setup)
         for _ in range(6):
-            if run(world, choices, 120):
+            if run(world, choose, 120):
                 break
-            world = resumed(world, setup, choices, journal=False)
-        assert run(world, choices)
+            world = resumed(world, setup, choose, journal=False)
+        assert run(world, choose)
 
 
 def test_what_is_trained_is_what_was_generated() -> None:

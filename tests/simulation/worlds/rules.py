@@ -37,6 +37,8 @@ class Rules:
         self.given_up[0] |= ends
         self.ages: list[int] = []
         """Of the oldest token in the loss of each trained group, in steps."""
+        self.left_out = 0
+        """Samples of trained groups that had been cut without keeping them."""
         self.masked = 0
         """Tokens that were left out of the loss for their age."""
         spec = world.spec
@@ -180,6 +182,7 @@ class Rules:
         waited = step - self._finished_at[group.ticket]
         expect(waited <= self._oldest, f"{name} was finished {waited} steps ago")
         self.ages.append(step - group.born)
+        self.left_out += spec.group_size - len(samples)
         self.masked += sum(lengths) - group.loss_tokens
 
     def check_end(self) -> None:

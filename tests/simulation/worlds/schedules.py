@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headrace.ranks.tickets import LedgerSpec
-from worlds.playing import Choices, resumed, run
+from worlds.playing import Choose, run
+from worlds.resuming import resumed
 from worlds.setup import Setup, StuckError
 from worlds.world import World
 
@@ -88,17 +89,17 @@ def setups_of(seed: int) -> Iterator[Setup]:
         yield random_setup(rng, data)
 
 
-def live(seed: int, choices: Choices, worlds: list[World]) -> None:
+def live(seed: int, choose: Choose, worlds: list[World]) -> None:
     """A run of several lives: in all but the last it is killed somewhere, or stopped, if it doesn't end before."""
     setups, rng = setups_of(seed), random.Random(f"{seed} lives")
     worlds.append(World(next(setups)))
     for _ in range(rng.randrange(LIVES)):
-        over = run(worlds[-1], choices, rng.randrange(1500))
+        over = run(worlds[-1], choose, rng.randrange(1500))
         if over and not worlds[-1].stopped:
             return
         every, journal = rng.choice([1, 1, 2, 3]), rng.random() < 0.7
-        worlds.append(resumed(worlds[-1], next(setups), choices, every, journal))
-    if not run(worlds[-1], choices):
+        worlds.append(resumed(worlds[-1], next(setups), choose, every, journal))
+    if not run(worlds[-1], choose):
         raise StuckError("it doesn't end")
 
 
@@ -113,8 +114,11 @@ def covered(worlds: list[World]) -> Counter[str]:
         found["groups"] += len(world.rules.ages)
         found["undone steps"] += sum(world.formations)
         found["masked tokens"] += world.rules.masked
-        found["worlds that reached the bound"] += max(world.rules.ages, default=-1) == world.spec.oldest
-        found[f"worlds with {world.spec.overdue}" + " by sample" * world.spec.by_sample] += 1
+        found["lives that reached the bound"] += max(world.rules.ages, default=-1) == world.spec.oldest
+        found[f"policy {world.spec.overdue}" + " by sample" * world.spec.by_sample] += 1
+        found["samples left out"] += world.rules.left_out
         for node in world.nodes:
-            found["superseded"] += node.counts().superseded
+            counts = node.counts()
+            found["superseded"] += counts.superseded
+            found.update({f"dropped {reason}": number for reason, number in counts.dropped_reasons.items()})
     return found

@@ -27,6 +27,8 @@ from worlds.trainers import Data, Trainers
 
 Event = tuple[Any, ...]
 """(name of a method, numbers), of the world, of one of its generators, or of its trainers."""
+Happening = tuple[Event, Message | None]
+"""An event, and the message that came with it."""
 
 GENERATOR_EVENTS = frozenset(["asks", "starts", "grows", "finishes", "fails", "hangs", "makes_noise"])
 TRAINER_EVENTS = frozenset(["takes", "pulls", "cannot_pull", "ends"])
@@ -53,6 +55,8 @@ class Outbox:
 class Start:
     """Where a world begins."""
 
+    step: int = 0
+    """Steps trained."""
     state: LedgerState | None = None
     """Of the run that goes on."""
     trained: list[list[int]] = field(default_factory=list)
@@ -67,17 +71,17 @@ class World:
     """Everything that runs."""
 
     def __init__(self, setup: Setup, start: Start | None = None) -> None:
-        start = start or Start()
+        start = self.begin = start or Start()
         self.setup, self.spec = setup, setup.spec
-        self.step = self.version = 0 if start.state is None else start.state.step
+        self.step = self.version = start.step
         """Steps trained; the newest version that generators can have."""
         self.trained = list(start.trained)
         self.formations: list[int] = []
         """How often each trained step had been undone before."""
         self.saved: dict[int, dict[int, tuple[bytes, set[int]]]] = {}
         """Step → ledger → (its state, tickets that had failed or been dropped there)."""
-        self.trace: list[tuple[Event, Message | None]] = []
-        """What has happened, with the message that came, for `story`."""
+        self.trace: list[Happening] = []
+        """What has happened so far."""
         self.budget = {name: getattr(setup, name) for name in FAULTS}
         """How often each may still happen."""
         self.now = 0.0
@@ -138,6 +142,7 @@ class World:
 
     def do(self, event: Event) -> None:
         """Let it happen, then check the rules."""
+        self.trace.append((event, self.next_message(event)))
         self.touched = None
         self._act(*event)
         self._flush()
