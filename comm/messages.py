@@ -12,6 +12,7 @@
     generator ◀─ Forgotten(room) ───────────────── ledger            you were silent: so many asks were forgotten
     any       ── Silence(rank, over) ───────────▶ trainers           a generator is taken for lost, or is back
     ledger    ── RoundPart(...) ────────────────▶ ledger             one hop of an all-gather among the ledgers
+    ledger    ── Progress(round, standing) ─────▶ ledger             to the watcher, who begins that round in time
     trainer   ── Pull(tickets) ─────────────────▶ generator          the data of finished groups
     trainer   ◀─ Pulled(...) + buffers ────────── generator
     trainer   ── Release(tickets) ──────────────▶ generator          trained and covered, or superseded: forget them
@@ -170,6 +171,15 @@ class RoundPart(Message, frozen=True):
     hop: int
     parts: list[tuple[int, bytes]]
     """(ledger index, its encoded contribution)."""
+
+
+class Progress(Message, frozen=True):
+    """What has changed at a ledger since the last round, in which others may wait for it."""
+
+    round: int
+    """The next round."""
+    standing: bytes
+    """An encoded `ranks.forming.Standing`."""
 
 
 class Pull(Message, frozen=True):

@@ -24,6 +24,7 @@ class only shrinks, since nobody grants with so old a version any more once ever
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 from headrace.comm.messages import SampleMeta, TicketGrant
@@ -57,6 +58,8 @@ class Ledger:
         self.published = 0
         """The newest version published."""
         self.credits = 0
+        self.changes = 0
+        """So often has something happened that other ledgers may wait for."""
         self._oldest, self._most_credits = spec.oldest, spec.credits
         self._escrow = 0
         self._undealt = 0
@@ -64,6 +67,12 @@ class Ledger:
         self._fresh = index
         self._returned: list[tuple[int, int]] = []
         self._tickets: dict[int, Ticket] = {}
+        self._finished: Counter[int] = Counter()
+        self._unfinished: Counter[int] = Counter()
+        """Outstanding tickets by deadline."""
+        self._chosen = 0
+        self._void: dict[int, int] = {}
+        """Returned number → the attempt before which none counts."""
         self._parked: dict[int, int] = {}
         self._absent: dict[int, int] = {}
         self._offered: dict[int, list[int]] = {}
@@ -131,7 +140,10 @@ class Ledger:
         self._issued += attempt == 0
         self.credits -= 1
         works = {attempt: Work(generator)}
-        self._tickets[number] = Ticket(number, attempt, attempt, self.published, self.published, works)
+        since = self._void.pop(number, 0)
+        ticket = Ticket(number, attempt, attempt, self.published, self.published, works, since)
+        self._tickets[number] = ticket
+        self._tally(ticket, 1)
         return TicketGrant(number, attempt, self.published)
 
     def _take_number(self) -> tuple[int, int]:
@@ -151,9 +163,8 @@ class Ledger:
             return
         require(generator == ticket.generator, f"rank {generator} started ticket {number} of rank {ticket.generator}")
         require(born >= ticket.floor, f"rank {generator} began ticket {number} with {born} < {ticket.floor}")
-        ticket.reserved = max(born, ticket.reserved)
         ticket.floor = born
-        ticket.stage = Stage.STARTED
+        self._move(ticket, Stage.STARTED, max(born, ticket.reserved))
 
     def finished(self, generator: int, sample: SampleMeta) -> None:
         """A sample is finished; the last one finishes its group. What doesn't count is counted as superseded."""
@@ -233,7 +244,9 @@ class Ledger:
     def _counts(self, ticket: Ticket, sample: int, attempt: int, born: int) -> bool:
         """Whether the sample is one that an unfinished ticket lacks. A result of an older attempt is as good as one of
         the newest if it is young enough for the deadline."""
-        if not ticket.open or not 0 <= sample < self.spec.group_size or attempt > ticket.attempt:
+        if not ticket.open or not 0 <= sample < self.spec.group_size:
+            return False
+        if not ticket.since <= attempt <= ticket.attempt:
             return False
         work = ticket.works.get(attempt)
         if work is not None and work.has(sample):
@@ -262,7 +275,7 @@ class Ledger:
         self._tell_dropped(ticket, but=attempt)
         ticket.works = {attempt: work}
         ticket.live = attempt
-        ticket.stage = Stage.FINISHED
+        self._move(ticket, Stage.FINISHED, ticket.reserved)
         if not work.samples:
             self._drop(ticket, OVERDUE)
         elif self._may_filter and len({sample.reward for sample in work.samples.values()}) == 1:
@@ -297,12 +310,29 @@ class Ledger:
     def _settle(self, ticket: Ticket) -> None:
         """No longer outstanding; its credit is free again."""
         del self._tickets[ticket.number]
+        self._tally(ticket, -1)
         self.credits += 1
+        self.changes += 1
+
+    def _move(self, ticket: Ticket, stage: Stage, reserved: int) -> None:
+        """The ticket gets to a stage, or gets another deadline."""
+        self._tally(ticket, -1)
+        self.changes += reserved != ticket.reserved or stage is not Stage.STARTED
+        ticket.stage, ticket.reserved = stage, reserved
+        self._tally(ticket, 1)
+
+    def _tally(self, ticket: Ticket, sign: int) -> None:
+        if ticket.stage is Stage.CHOSEN:
+            self._chosen += sign
+        else:
+            counts = self._unfinished if ticket.open else self._finished
+            counts[self._deadline(ticket)] += sign
 
     def _return(self, ticket: Ticket) -> None:
         """What is finished of it is given up; what is still being made may count when it comes late."""
         if not ticket.open:
             self._tell_dropped(ticket)
+        self._void[ticket.number] = ticket.since if ticket.open else ticket.attempt + 1
         self._settle(ticket)
         heapq.heappush(self._returned, (ticket.number, ticket.attempt + 1))
 
@@ -315,13 +345,17 @@ class Ledger:
             self.credits, self._escrow = 0, self.credits
         self._offered = self._finished_by_deadline()
         self._told_open = self._open_by_deadline()
+        return self.standing()
+
+    def standing(self) -> Standing:
+        """Where this ledger stands."""
         number = self.next_number
         numbers = self._numbers_left()
         return Standing(
             step=self.step,
-            finished={deadline: len(found) for deadline, found in self._offered.items()},
-            unfinished={deadline: len(found) for deadline, found in self._told_open.items()},
-            chosen=sum(t.stage is Stage.CHOSEN for t in self._tickets.values()),
+            finished={deadline: count for deadline, count in self._finished.items() if count},
+            unfinished={deadline: count for deadline, count in self._unfinished.items() if count},
+            chosen=self._chosen,
             credits=self.credits + self._escrow,
             undealt=self._undealt,
             offer=self._escrow,
@@ -329,6 +363,16 @@ class Ledger:
             numbers=numbers,
             next_number=-1 if number is None else number,
         )
+
+    @property
+    def lacks_credits(self) -> bool:
+        """Asks are parked that credits would serve."""
+        return bool(self._parked) and not self.credits and self.next_number is not None
+
+    @property
+    def lacks_numbers(self) -> bool:
+        """Asks are parked that can't be granted here, whatever comes."""
+        return bool(self._parked) and self.next_number is None
 
     def deliver(
         self, gained: int, taken: Mapping[int, int] | None, struck: Mapping[int, int] | None = None
@@ -340,8 +384,8 @@ class Ledger:
         self._escrow = 0
         chosen = [number for deadline, count in (taken or {}).items() for number in self._offered[deadline][:count]]
         self._offered = {}
-        for number in chosen:
-            self._tickets[number].stage = Stage.CHOSEN
+        for ticket in (self._tickets[number] for number in chosen):
+            self._move(ticket, Stage.CHOSEN, ticket.reserved)
         for number in sorted(self._lost_offered.difference(chosen)):
             self._return(self._tickets[number])
         self._lost_offered.intersection_update(chosen)
@@ -356,7 +400,7 @@ class Ledger:
         there.sort(key=lambda ticket: not ticket.open)
         for ticket in there[: max(0, count - (len(told) - len(there)))]:
             if self.spec.overdue == "mask":
-                ticket.reserved = self.step
+                self._move(ticket, ticket.stage, self.step)
             elif self.spec.overdue == "drop" and not self.spec.by_sample:
                 self._drop(ticket, OVERDUE)
             elif ticket.open and not ticket.cut:
@@ -375,7 +419,7 @@ class Ledger:
         """The chosen groups are finished again, except the lost ones, which go back."""
         for ticket in self._tickets.values():
             if ticket.stage is Stage.CHOSEN:
-                ticket.stage = Stage.FINISHED
+                self._move(ticket, Stage.FINISHED, ticket.reserved)
         for number in lost:
             if number in self._tickets and self._tickets[number].stage is Stage.FINISHED:
                 self._return(self._tickets[number])
@@ -420,6 +464,9 @@ class Ledger:
         for ticket in [t for t in self._tickets.values() if t.stage is Stage.CHOSEN]:
             del self._tickets[ticket.number]
             self._trained += 1
+        self._chosen = 0
+        self._finished, self._unfinished = +self._finished, +self._unfinished
+        self.changes += 1
         spent = self.spec.credits_at(self.step) - self.spec.credits_at(self.step + 1)
         self._undealt += trained - spent
         self.step += 1
@@ -478,6 +525,12 @@ class Ledger:
         returned = {number for number, _ in self._returned}
         require(len(returned) == len(self._returned), f"ledger {self.index}: a number waits twice")
         require(returned.isdisjoint(self._tickets), f"ledger {self.index}: a number waits that is outstanding")
+        for counts, found in (
+            (self._finished, self._finished_by_deadline()),
+            (self._unfinished, self._open_by_deadline()),
+        ):
+            counted = {deadline: count for deadline, count in counts.items() if count}
+            require(counted == {d: len(keys) for d, keys in found.items()}, f"ledger {self.index} counted {counted}")
         for ticket in self._tickets.values():
             text = f"ledger {self.index} at step {self.step}: ticket {ticket.number} is due at {self._deadline(ticket)}"
             require(self._deadline(ticket) >= self.step, text)
@@ -510,6 +563,7 @@ class Ledger:
         for group in whole.finished:
             if group.ticket % self.ledgers == self.index:
                 self._tickets[group.ticket] = readmitted(group)
+                self._tally(self._tickets[group.ticket], 1)
         self._issued = len(self._tickets) + sum(attempt > 0 for _, attempt in self._returned)
         if self.index == 0:
             self._issued += whole.trained + sum(whole.dropped.values()) + sum(whole.failed.values())

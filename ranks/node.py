@@ -6,6 +6,7 @@
     generator ◀─ Dropped, Cut, Forgotten ──────── what was settled without it, is overdue, or was taken for lost
     anyone    ── Silence ───────────────────────▶ lost, back   a generator is taken for lost, or is heard again
     ledger    ◀─ RoundPart ─────────────────────▶ ledger       rounds: every ledger learns every ledger's contribution
+    ledger    ── Progress ──────────────────────▶ watcher      begins the next round when it has a result: `watch.py`
     trainer   ── end_step, lost, unform ────────▶
     trainer   ◀─ take_formed ────────────────────
 
@@ -41,6 +42,7 @@ from headrace.comm.messages import (
     GeneratorCounters,
     Grants,
     Message,
+    Progress,
     Redirect,
     Returned,
     RoundPart,
@@ -52,12 +54,23 @@ from headrace.ranks import forming
 from headrace.ranks.forming import Choice, Decision, Standing
 from headrace.ranks.ledger import Ledger
 from headrace.ranks.rounds import Rounds
-from headrace.ranks.tickets import FormedGroup, FormedStep, LedgerSpec, LedgerState, TicketCounts, require
+from headrace.ranks.tickets import (
+    FormedGroup,
+    FormedStep,
+    LedgerRuleError,
+    LedgerSpec,
+    LedgerState,
+    TicketCounts,
+    require,
+)
+from headrace.ranks.watch import Watch
 
 SHORTEST_PAUSE_S = 0.010
-"""Between the beginnings of two rounds, while something changes."""
+"""Between the beginnings of two rounds, but for sharing what was chosen."""
 LONGEST_PAUSE_S = 0.500
-"""While nothing changes."""
+"""After that a round begins whatever happens; where steps are long, after half a step."""
+CREDIT_ROUNDS = 4
+"""Rounds per step in which credits may move at least; more while they cost less than one message per trained group."""
 
 
 class Phase(Enum):
@@ -83,6 +96,10 @@ class Contribution(msgspec.Struct, frozen=True, array_like=True):
     """No further step is to be formed: the run is asked to stop."""
 
 
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Contribution)
+
+
 class LedgerNode:
     """One ledger among all; a `comm.service.Service`."""
 
@@ -94,6 +111,7 @@ class LedgerNode:
         Returned,
         Silence,
         RoundPart,
+        Progress,
     )
 
     def __init__(
@@ -112,9 +130,9 @@ class LedgerNode:
         self.spec, self.index = spec, index
         self.ledger = Ledger(spec, index, len(ledgers), state)
         self.phase = Phase.FORMING
-        self.totals = self.ledger.counts()
-        """Counts over all ledgers, as of the last round."""
+        self._counts = [self.ledger.counts()]
         self._ranks, self._generators, self._send = list(ledgers), set(generators), send
+        self._index_of = {rank: index for index, rank in enumerate(ledgers)}
         self._rounds = Rounds(index, len(ledgers), lambda target, part: send(self._ranks[target], part))
         self._formation = 0
         self._batch_size = 0
@@ -128,10 +146,17 @@ class LedgerNode:
         """Here, by `end_run`."""
         self._ending = False
         """Known to all ledgers by the same round."""
-        self._changed = True
+        self._urgent = False
+        """The others must know something at once."""
+        self._watch = Watch(spec, [self.ledger.standing()] * len(ledgers), [0] * len(ledgers), False, False)
+        self._heard: dict[int, Progress] = {}
+        """By ledger: the newest word to the watcher of the next round, from those that have ended this one before."""
+        self._told = -1
+        self._told_credits = self._told_lack = True
         self._began = float("-inf")
-        self._pause = SHORTEST_PAUSE_S
-        self._last_result: list[bytes] = []
+        self._step_began, self._step_s = float("inf"), 0.0
+        """When the present step began; how long the last took."""
+        self._step_ended = True
 
     # What the courier brings
 
@@ -141,11 +166,13 @@ class LedgerNode:
         if isinstance(message, RoundPart):
             self._deliver(self._rounds.receive(message))
             return
+        if isinstance(message, Progress):
+            self._hear(self._index_of[source], message)
+            return
         if isinstance(message, Silence):
             self.back(message.rank) if message.over else self.lost(message.rank)
             return
         require(source in self._generators, f"rank {source}, no generator, sent {type(message).__name__}")
-        self._changed = True
         match message:
             case Ask():
                 self.ledger.ask(source, message.room)
@@ -167,19 +194,27 @@ class LedgerNode:
         self._send_news()
 
     def tick(self, now: float) -> None:
-        """Begin the next round when it is time: at once to share a chosen batch, soon when something has changed here
-        or another ledger waits, later and later when nothing does."""
+        """Begin the next round when it is time; tell the watcher what has changed here."""
+        if self._step_ended:
+            self._step_ended, self._step_s, self._step_began = False, max(0.0, now - self._step_began), now
+        self._watch_here()
         while (due := self.next_tick()) is not None and due <= now:
             self._began = now
             self._begin_round()
+            self._watch_here()
+        self._tell()
 
     def next_tick(self) -> float | None:
-        """When `tick` will begin a round unless a message comes before; None: not without one."""
+        """When `tick` will begin a round, unless a message comes before; None: not without one."""
         if self.phase is Phase.OVER or not self._rounds.idle:
             return None
-        if self.phase is Phase.SHARING:
+        if self.phase is Phase.SHARING or self._rounds.peer_began:
             return self._began
-        return self._began + (SHORTEST_PAUSE_S if self._changed or self._rounds.peer_began else self._pause)
+        if self._urgent or (self._is_watcher and self.phase is Phase.FORMING and self._watch.formable()):
+            return self._began + SHORTEST_PAUSE_S
+        if (self._is_watcher and self._watch.credits_meet_asks) or self._may_redirect:
+            return self._began + self._credit_pause
+        return self._began + max(LONGEST_PAUSE_S, self._step_s / 2)
 
     # What the trainer says and asks
 
@@ -187,7 +222,7 @@ class LedgerNode:
         """This replica has ended optimizer step `step`: weights of version step + 1 exist and, if `published`, have
         been handed to the weight channel. The groups of this ledger are settled as trained."""
         require(self.phase is Phase.TRAINING and step == self.ledger.step, f"end of step {step} in {self.describe()}")
-        self.phase, self._formation, self._changed = Phase.FORMING, 0, True
+        self.phase, self._formation, self._step_ended = Phase.FORMING, 0, True
         self.ledger.end_step(self._batch_size, published)
         self._send_news()
 
@@ -208,13 +243,11 @@ class LedgerNode:
         forgotten = self.ledger.lost(generator)
         if forgotten:
             self._send(generator, Forgotten(forgotten))
-        self._changed = True
         self._send_news()
 
     def back(self, generator: int) -> None:
         """A generator that was taken for lost is heard again."""
         self.ledger.back(generator)
-        self._changed = True
         self._send_news()
 
     @property
@@ -226,15 +259,20 @@ class LedgerNode:
         """The data of these groups of the batch can't be had: undo the batch. Only before this replica ends the step,
         which it can't without its data. Other replicas learn it by the next round, from `take_formed`."""
         self._undo.update(tickets)
-        self._changed = True
+        self._urgent = True
 
     def end_run(self) -> None:
         """Form no further step: all ledgers then give an empty, finished one once the present step has ended."""
-        self._asked_to_end = self._changed = True
+        self._asked_to_end = self._urgent = True
 
     def counts(self) -> TicketCounts:
         """Running totals of this ledger."""
         return self.ledger.counts()
+
+    @property
+    def totals(self) -> TicketCounts:
+        """Running totals over all ledgers, as of the last round."""
+        return sum(self._counts[1:], self._counts[0])
 
     def state(self) -> LedgerState:
         """What is to be saved of this ledger, as of its last `end_step` (or the start)."""
@@ -255,32 +293,79 @@ class LedgerNode:
 
     # Rounds
 
+    @property
+    def _is_watcher(self) -> bool:
+        return self._rounds.round % len(self._ranks) == self.index
+
+    @property
+    def _may_redirect(self) -> bool:
+        """Asks that can't be granted here could be elsewhere."""
+        return self.ledger.lacks_numbers and any(standing.numbers for standing in self._watch.standings)
+
+    @property
+    def _credit_pause(self) -> float:
+        """At least so long between rounds that only move credits or asks."""
+        messages = len(self._ranks) * (len(self._ranks) - 1).bit_length()
+        rounds = max(CREDIT_ROUNDS, self.spec.groups_per_step // max(1, messages))
+        return max(SHORTEST_PAUSE_S, self._step_s / rounds)
+
+    @property
+    def _has_news(self) -> bool:
+        """What is waited for may have come: while a step is trained that is only what lets credits move."""
+        changed = self._told != self.ledger.changes and self.phase is Phase.FORMING
+        return changed or self._told_credits < bool(self.ledger.credits) or self._told_lack < self.ledger.lacks_credits
+
+    def _watch_here(self) -> None:
+        """The watcher's own news."""
+        if self._is_watcher and self._rounds.idle and self._has_news:
+            self._watch.update(self.index, self._note())
+
+    def _tell(self) -> None:
+        """Send news to the watcher; a round that has begun, or is about to, brings them anyway."""
+        on_time = self._rounds.idle and not self._rounds.peer_began and self.phase is not Phase.OVER
+        if on_time and not self._is_watcher and self._has_news:
+            word = Progress(self._rounds.round, msgspec.msgpack.encode(self._note()))
+            self._send(self._ranks[self._rounds.round % len(self._ranks)], word)
+
+    def _note(self) -> Standing:
+        """Where this ledger stands, which is then no news any more."""
+        self._told = self.ledger.changes
+        self._told_credits |= bool(self.ledger.credits)
+        self._told_lack |= self.ledger.lacks_credits
+        return self.ledger.standing()
+
+    def _hear(self, index: int, word: Progress) -> None:
+        """A ledger may be one round ahead. What is said too late is in a contribution."""
+        if word.round == self._rounds.round and self._rounds.idle:
+            self._watch.update(index, msgspec.msgpack.decode(word.standing, type=Standing))
+        elif word.round == self._rounds.round + 1:
+            self._heard[index] = word
+
     def _begin_round(self) -> None:
-        self._changed = False
+        self._urgent = False
         self._contributed = self.phase
         chosen = self._chosen if self.phase is Phase.SHARING else []
         standing = self.ledger.contribute(escrow=self._wanted)
+        self._told = self.ledger.changes
         contribution = Contribution(
             self.phase, standing, chosen, sorted(self._undo), self.ledger.counts(), self._asked_to_end
         )
         self._undo = set()
-        self._deliver(self._rounds.begin(msgspec.msgpack.encode(contribution)))
+        self._deliver(self._rounds.begin(_encoder.encode(contribution)))
 
     def _deliver(self, result: list[bytes] | None) -> None:
         if result is None:
             return
-        self._pause = min(LONGEST_PAUSE_S, 2 * self._pause) if result == self._last_result else SHORTEST_PAUSE_S
-        self._last_result = result
-        contributions = [msgspec.msgpack.decode(part, type=Contribution) for part in result]
+        contributions = self._read(result)
         standings = [c.standing for c in contributions]
-        self.totals = sum((c.counts for c in contributions[1:]), contributions[0].counts)
         self._check_credits(standings)
+        self._counts = [c.counts for c in contributions]
         self._ending = any(c.ending for c in contributions)
         lost = {ticket for c in contributions for ticket in c.undo}
         taken, struck = Decision(None) if lost else self._decide(standings)
-        gained = forming.credit_moves(standings, self._rounds.round)[self.index]
+        moves = forming.credit_moves(standings, self._rounds.round)
         mine = None if taken is None else taken[self.index]
-        chosen = self.ledger.deliver(gained, mine, None if struck is None else struck[self.index])
+        chosen = self.ledger.deliver(moves[self.index], mine, None if struck is None else struck[self.index])
         self._wanted = any(s.wants for s in standings)
         if lost:
             self._undo_step(standings, lost)
@@ -290,6 +375,20 @@ class LedgerNode:
             self._take(taken, chosen)
         self._send_news()
         self._redirect(standings)
+        self._watch_from(standings, moves)
+
+    def _read(self, result: Sequence[bytes]) -> list[Contribution]:
+        return [_decoder.decode(part) for part in result]
+
+    def _watch_from(self, standings: Sequence[Standing], moves: Sequence[int]) -> None:
+        """Watch for what the round has left."""
+        forming = self._contributed is Phase.FORMING and self.phase is Phase.FORMING
+        self._watch = Watch(self.spec, standings, moves, forming, self._ending)
+        here = self._watch.standings[self.index]
+        self._told_credits, self._told_lack = here.credits > 0, here.wants > 0
+        heard, self._heard = self._heard, {}
+        for index, word in heard.items():
+            self._hear(index, word)
 
     def _decide(self, standings: Sequence[Standing]) -> Decision:
         """The batch that this round's snapshot allows; an empty one when the run is over."""
@@ -323,11 +422,13 @@ class LedgerNode:
     def _share(self, contributions: Sequence[Contribution]) -> None:
         """The metadata of the whole batch are here: divide it over the replicas."""
         require(all(c.phase is Phase.SHARING for c in contributions), f"not all share in {self.describe()}")
+        self.phase = Phase.TRAINING
+        self._formed = FormedStep(self.ledger.step, self._formation, self._place(contributions), finished=False)
+
+    def _place(self, contributions: Sequence[Contribution]) -> list[FormedGroup]:
         groups = sorted((group for c in contributions for group in c.chosen), key=lambda group: group.ticket)
         replicas = forming.partition([group.tokens for group in groups], len(self._ranks))
-        placed = [msgspec.structs.replace(g, replica=r) for g, r in zip(groups, replicas, strict=True)]
-        self.phase = Phase.TRAINING
-        self._formed = FormedStep(self.ledger.step, self._formation, placed, finished=False)
+        return [msgspec.structs.replace(g, replica=r) for g, r in zip(groups, replicas, strict=True)]
 
     def _undo_step(self, standings: Sequence[Standing], lost: set[int]) -> None:
         """Data of the batch are lost: form it anew without them. (Loss noticed after the batch was undone only sends
@@ -337,7 +438,7 @@ class LedgerNode:
         self.ledger.undo(lost)
         self._formed = None
         self._formation += self._contributed is not Phase.FORMING
-        self.phase, self._changed = Phase.FORMING, True
+        self.phase, self._urgent = Phase.FORMING, True
 
     def _check_credits(self, standings: Sequence[Standing]) -> None:
         """The law of rule 1, seen by every ledger in every round at which all are at the same step."""
@@ -345,8 +446,9 @@ class LedgerNode:
             return
         found = sum(s.credits + s.chosen + sum(s.finished.values()) + sum(s.unfinished.values()) for s in standings)
         expected = self.spec.credits_at(standings[0].step)
-        text = f"{found} credits and outstanding tickets, {standings[0].undealt} undealt, instead of {expected}"
-        require(found + standings[0].undealt == expected, f"{text}: {standings}")
+        if found + standings[0].undealt != expected:
+            text = f"{found} credits and outstanding tickets, {standings[0].undealt} undealt, instead of {expected}"
+            raise LedgerRuleError(f"{text}: {standings}")
 
     def _redirect(self, standings: Sequence[Standing]) -> None:
         margin = max(self.spec.credits, len(standings))

@@ -50,6 +50,8 @@ class Ticket:
     floor: int
     """No token of it may be older; `reserved`, unless `overdue: mask` has moved the deadline."""
     works: dict[int, Work]
+    since: int = 0
+    """Results of attempts before this one don't count: their owners were told to forget them."""
     stage: Stage = Stage.GRANTED
     cut: bool = False
     """Its generator was told to end it."""
@@ -74,4 +76,4 @@ def readmitted(group: SavedGroup) -> Ticket:
     work = Work(group.owner, {sample.sample: sample for sample in group.samples})
     live = group.samples[0].attempt
     floor = min(sample.born for sample in group.samples)
-    return Ticket(group.ticket, group.attempt, live, group.reserved, floor, {live: work}, Stage.FINISHED)
+    return Ticket(group.ticket, group.attempt, live, group.reserved, floor, {live: work}, stage=Stage.FINISHED)

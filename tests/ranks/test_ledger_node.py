@@ -178,13 +178,30 @@ def test_idle_ledgers_back_off(ledgers: int, monkeypatch: pytest.MonkeyPatch) ->
     assert idle_rounds(job, 2.0, monkeypatch) <= 2.0 / LONGEST_PAUSE_S + 1
 
 
-def test_a_change_brings_the_next_round_soon_but_not_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(spec(50, 1), 2)
-    job.say(Ask(100))
+@pytest.mark.parametrize("ledgers", [1, 2, 5])
+def test_a_round_begins_when_a_batch_can_be_formed_and_not_before(
+    ledgers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(spec(50, 1), ledgers)
+    for ledger in range(ledgers):
+        job.say(Ask(100 // ledgers), ledger)
     job.pass_time(1.0)
     rounds = 0
-    for grant in job.grants[:20]:
+    for grant in job.grants[:49]:
         job.finish(grant.ticket)
+        rounds += idle_rounds(job, TICK_S, monkeypatch)
+    assert rounds <= 1
+    job.finish(job.grants[49].ticket)
+    job.pass_time(0.05)
+    assert all(node.take_formed() is not None for node in job.nodes)
+
+
+def test_rounds_keep_their_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(spec(1), 2)
+    job.pass_time(1.0)
+    rounds = 0
+    for _ in range(20):
+        job.nodes[0].unform([])
         rounds += idle_rounds(job, SHORTEST_PAUSE_S, monkeypatch)
     assert 15 <= rounds <= 21
 
