@@ -1,4 +1,4 @@
-"""The command line: `headrace run | debug | config | export`."""
+"""The command line: `headrace run | debug | config | export | status | cancel`."""
 
 from __future__ import annotations
 
@@ -122,6 +122,34 @@ def export(
     from headrace.launcher.export import export as write
 
     typer.echo(f"written: {write(run, out, step)}")
+
+
+RunName = typer.Argument(metavar="RUN", help="Name of a run under ./runs, or its folder.")
+
+
+@app.command()
+def status(run: Annotated[Path | None, RunName] = None) -> None:
+    """Show how a run goes, or all runs under ./runs."""
+    from rich.console import Console
+
+    from headrace.launcher.status import all_runs, find_run, read_status, show, show_one
+
+    if run is not None:
+        show_one(read_status(find_run(run)), Console())
+    else:
+        show([read_status(folder) for folder in all_runs()], Console())
+
+
+@app.command()
+def cancel(
+    run: Annotated[Path, RunName],
+    now: Annotated[bool, typer.Option("--now", help="Kill it at once.")] = False,
+) -> None:
+    """Stop a run: it writes a checkpoint and leaves. A second call kills it."""
+    from headrace.launcher.cancel import cancel as stop
+    from headrace.launcher.status import find_run
+
+    raise typer.Exit(stop(find_run(run), now, typer.echo))
 
 
 def main() -> None:

@@ -47,6 +47,17 @@ def read_rows(file: Path) -> list[Row]:
     return _whole_rows(file.read_bytes()) if file.is_file() else []
 
 
+def last_rows(file: Path, most_bytes: int = 1 << 16) -> list[Row]:
+    """The last whole rows of a metrics file, as many as lie in its last bytes; none if there is no file."""
+    if not file.is_file():
+        return []
+    with open(file, "rb") as opened:
+        start = max(0, opened.seek(0, os.SEEK_END) - most_bytes)
+        opened.seek(start)
+        data = opened.read()
+    return _whole_rows(data[data.find(b"\n") + 1 :] if start else data)
+
+
 def _whole_rows(data: bytes) -> list[Row]:
     whole = data[: data.rfind(b"\n") + 1]
     return [json.loads(line) for line in whole.splitlines() if line.strip()]

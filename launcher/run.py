@@ -110,15 +110,16 @@ class Job:
             watch = DeathWatch(self.attempt.folder, self.order.ranks)
         process = self._start()
         assert process.stdout is not None
-        try:
-            with self._handlers(process), open(self.attempt.mpirun_log, "ab", buffering=0) as log:
-                self._loop(process, process.stdout, log, watch)
-        finally:
-            kill_job(self.name)
-            process.wait()
-            watch.poll()
-            watch.close()
-        return self._outcome(process.returncode, watch)
+        with self._handlers(process):  # to the end: a signal that comes late must not end the launcher itself
+            try:
+                with open(self.attempt.mpirun_log, "ab", buffering=0) as log:
+                    self._loop(process, process.stdout, log, watch)
+            finally:
+                kill_job(self.name)
+                process.wait()
+                watch.poll()
+                watch.close()
+            return self._outcome(process.returncode, watch)
 
     def _start(self) -> subprocess.Popen[bytes]:
         order = self.order

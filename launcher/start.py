@@ -99,7 +99,7 @@ def run_job(config: Config, resume: bool, fresh: bool, program: Sequence[str] = 
         if warning := crowded(ranks, len(os.sched_getaffinity(0))):
             view.line(warning)
         outcome = Job(order, attempt, view.line, view.tick).run()
-    record_end(attempt.folder, Ended(outcome.status, outcome.failure.cause if outcome.failure else None))
+        record_end(attempt.folder, Ended(outcome.status, outcome.failure.cause if outcome.failure else None))
     _tell_end(attempt, outcome)
     return outcome.status
 
