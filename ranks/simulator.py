@@ -29,6 +29,8 @@ from headrace.comm.transport import Received
 from headrace.ranks.node import LedgerNode
 from headrace.ranks.simulated_generator import GroupTrace, SimulatedGenerator
 from headrace.ranks.tickets import FormedStep, LedgerSpec
+from headrace.rollout.config import LatencyConfig
+from headrace.rollout.latency_engine import made_up_lengths
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,27 @@ class SimulatedJob:
     wait_limit_s: float = 1e5
     """The longest a step may take."""
     seed: int = 0
+
+
+class MadeUpLengths:
+    """(ticket, sample) → tokens: what the latency engine makes up, cut at `max_tokens`; drawn many at a time."""
+
+    BLOCK = 256
+    """Tickets drawn at once."""
+
+    def __init__(self, config: LatencyConfig, group_size: int, max_tokens: int, seed: int = 0) -> None:
+        self._config, self._size, self._longest, self._seed = config, group_size, max_tokens, seed
+        self._blocks: dict[int, list[int]] = {}
+
+    def __call__(self, ticket: int, sample: int) -> int:
+        block, place = divmod(ticket, self.BLOCK)
+        if block not in self._blocks:
+            self._blocks[block] = self._draw(block * self.BLOCK)
+        return self._blocks[block][place * self._size + sample]
+
+    def _draw(self, first: int) -> list[int]:
+        lengths = made_up_lengths(self._seed, range(first, first + self.BLOCK), self._size, self._config)
+        return [min(length, self._longest) for length in lengths]
 
 
 @dataclass(slots=True)
@@ -100,6 +123,8 @@ class Trace:
 class Simulation:
     """Everything that happens in one simulated job."""
 
+    node_type: type[LedgerNode] = LedgerNode
+
     def __init__(self, job: SimulatedJob) -> None:
         self.job, self.spec = job, job.spec
         self.now = 0.0
@@ -126,7 +151,7 @@ class Simulation:
 
     def make_node(self, index: int, ranks: list[int], generators: list[int]) -> LedgerNode:
         """The ledger of one trainer."""
-        return LedgerNode(
+        return self.node_type(
             self.spec, index, ranks, generators, lambda target, message: self.send(index, target, message)
         )
 

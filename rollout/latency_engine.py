@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from statistics import NormalDist
@@ -23,7 +23,7 @@ import numpy as np
 from headrace.comm.weights import WeightTensor
 from headrace.rollout.config import LatencyConfig
 from headrace.rollout.engine import Capacity, Chunk, Request
-from headrace.rollout.random import splitmix64, stream_of
+from headrace.rollout.random import Words, splitmix64, stream_of
 
 MIN_SLEEP_S = 0.005
 """Shortest time between two calls that do something: many idle ranks share a core."""
@@ -34,9 +34,22 @@ VOCABULARY = 256
 
 def made_up_length(key: tuple[int, int, int], config: LatencyConfig) -> int:
     """Response length in tokens (≥ 1) for (seed, ticket, sample), lognormal, before `max_tokens` cuts it."""
-    bits = int(splitmix64(np.array([stream_of(key)]), np.zeros(1, np.uint64))[0]) >> 11
-    normal = NormalDist().inv_cdf((bits + 0.5) / 2**53)
-    return max(1, round(config.median_tokens * math.exp(config.sigma * normal)))
+    return _lengths(np.array([stream_of(key)]), config)[0]
+
+
+def made_up_lengths(seed: int, tickets: Sequence[int], group_size: int, config: LatencyConfig) -> list[int]:
+    """`made_up_length` of all samples of these tickets, ticket by ticket."""
+    streams = np.zeros(len(tickets) * group_size, np.uint64)
+    samples = np.tile(np.arange(group_size), len(tickets))
+    for part in (np.full(len(streams), seed), np.repeat(np.asarray(tickets), group_size), samples):
+        streams = splitmix64(streams, part.astype(np.uint64))
+    return _lengths(streams, config)
+
+
+def _lengths(streams: Words, config: LatencyConfig) -> list[int]:
+    bits = (splitmix64(streams, np.zeros(len(streams), np.uint64)) >> np.uint64(11)).tolist()
+    normals = (NormalDist().inv_cdf((drawn + 0.5) / 2**53) for drawn in bits)
+    return [max(1, round(config.median_tokens * math.exp(config.sigma * normal))) for normal in normals]
 
 
 def made_up_logprob(token: int, version: int) -> float:

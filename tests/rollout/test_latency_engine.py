@@ -15,7 +15,7 @@ from headrace.comm.weights import TensorSpec, WeightTensor
 from headrace.rollout import latency_engine
 from headrace.rollout.config import LatencyConfig
 from headrace.rollout.engine import Request, SamplingParams
-from headrace.rollout.latency_engine import LatencyEngine, made_up_length, made_up_logprob
+from headrace.rollout.latency_engine import LatencyEngine, made_up_length, made_up_lengths, made_up_logprob
 
 
 class Clock:
@@ -75,6 +75,7 @@ def test_lengths_are_lognormal_and_keyed_by_the_unit() -> None:
     assert math.exp(statistics.median(logs)) == pytest.approx(200, rel=0.05)
     assert statistics.stdev(logs) == pytest.approx(0.7, rel=0.05)
     assert lengths[123 * 8 + 4] == made_up_length((0, 123, 4), config)
+    assert lengths == made_up_lengths(0, range(500), 8, config)
 
 
 def test_responses_have_their_lengths_and_are_cut_at_max_tokens(clock: Clock) -> None:

@@ -1,0 +1,197 @@
+"""How near to its floor the ledger keeps a step, in simulated jobs of the real ledger.
+
+    python -m benchmarks.ledger_efficiency [--json] [--quick]
+
+64 groups of 16 samples a step; lognormal response lengths with median 1,024 and at most 32,768 tokens; as many slots as
+a step has samples, and training takes as long as an average sample, so that generation at full load and training are
+balanced. Of every run, after its first steps, over 200 steps:
+
+    floor = max(generation, training, (longest + training + publication) / (S + 1))
+
+`generation`: time in which all slots together make the samples of a step; `longest`: time of the longest sample of a
+step, mean over the steps; `publication`: until the generators have a new version. Cases:
+
+- `S=… sigma=…`: floor / mean time of a step.
+- `bound S=… sigma=…`: the same with the tightest bound known instead of the floor: step v can't be published before
+  step v - S - 1 was and its longest sample has been made since. It differs from the floor where the longest samples of
+  steps differ much, since a run is held up by the longest of several steps, not by their mean.
+- `uncut S=… sigma=…`: without the limit of 32,768 tokens.
+- `delay=…`: weights that arrive so many (undelayed) steps late: floor (of the delayed run) / time of a step, and the
+  time of a step over that without delay.
+- `staleness`: mean age of groups at S = 8, sigma 0.6, against taking groups in the order in which they were finished;
+  and the time of a step against that of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks import report
+from headrace.ranks.forming import Decision, Standing
+from headrace.ranks.ledger import Ledger
+from headrace.ranks.node import LedgerNode, Phase
+from headrace.ranks.outstanding import Stage, Ticket
+from headrace.ranks.simulator import MadeUpLengths, SimulatedJob, Simulation, Trace
+from headrace.ranks.tickets import LedgerSpec
+from headrace.ranks.watch import Watch
+from headrace.rollout.config import LatencyConfig
+
+NAME = "ledger_efficiency"
+GROUPS, GROUP_SIZE = 64, 16
+GENERATORS, SLOTS = 64, 16
+MEDIAN, MAX_TOKENS = 1024, 32 * 1024
+TOKEN_S = 0.01
+SKIP, STEPS = 24, 200
+UNCUT = 10**9
+
+
+@dataclass(frozen=True)
+class Case:
+    """One simulated run."""
+
+    staleness: int
+    sigma: float
+    max_tokens: int = MAX_TOKENS
+    delay_s: float = 0.0
+
+    @property
+    def job(self) -> SimulatedJob:
+        config = LatencyConfig(token_ms=1000 * TOKEN_S, median_tokens=MEDIAN, sigma=self.sigma)
+        spec = LedgerSpec(GROUPS, self.staleness, 1, GROUP_SIZE, steps=10**6)
+        return SimulatedJob(
+            spec,
+            GENERATORS,
+            MadeUpLengths(config, GROUP_SIZE, self.max_tokens),
+            slots=SLOTS,
+            token_s=lambda generator: TOKEN_S,
+            train_s=MEDIAN * math.exp(self.sigma**2 / 2) * TOKEN_S,
+            weights_s=lambda generator, rng: self.delay_s,
+            message_s=lambda source, target, rng: rng.uniform(0.001, 0.01),
+        )
+
+
+class Run:
+    """A simulated run and what is measured of it. Times in seconds."""
+
+    def __init__(self, case: Case, steps: int, simulation: type[Simulation] = Simulation) -> None:
+        self.case = case
+        self.trace: Trace = simulation(case.job).run(SKIP + steps)
+        measured = self.trace.steps[SKIP:]
+        groups = [self.trace.of_step(step) for step in measured]
+        self.step_s = self.trace.step_s(SKIP)
+        self.train_s = case.job.train_s
+        self.generation_s = sum(g.sample_s for step in groups for g in step) / (GENERATORS * SLOTS) / len(groups)
+        self.longest_s = [max(group.longest_s for group in step) for step in groups]
+        ages = [age for step in measured for age in step.ages]
+        self.mean_age, self.oldest = sum(ages) / len(ages), max(ages)
+
+    @property
+    def floor_s(self) -> float:
+        longest = sum(self.longest_s) / len(self.longest_s)
+        chain = (longest + self.train_s + self.case.delay_s) / (self.case.staleness + 1)
+        return max(self.generation_s, self.train_s, chain)
+
+    @property
+    def bound_s(self) -> float:
+        """The longest chain of samples and trainings that must follow each other, per step."""
+        window = self.case.staleness + 1
+        published = [step.published_at for step in self.trace.steps[SKIP - window : SKIP]]
+        begin = published[-1]
+        for longest in self.longest_s:
+            begun = published[-window] + longest + self.case.delay_s
+            published.append(max(published[-1], begun) + self.train_s)
+        return max(self.generation_s, (published[-1] - begin) / len(self.longest_s))
+
+
+class Queue(Ledger):
+    """A ledger that hands out finished groups in the order in which they were finished."""
+
+    def __init__(self, spec: LedgerSpec) -> None:
+        self._order: dict[int, int] = {}
+        super().__init__(spec, 0, 1)
+
+    def first(self, count: int) -> dict[int, int]:
+        """Deadline → how many of the first `count` finished groups have it."""
+        finished = [ticket for ticket in self._tickets.values() if ticket.stage is Stage.FINISHED]
+        finished.sort(key=lambda ticket: self._order[ticket.number])
+        return Counter(self._deadline(ticket) for ticket in finished[:count])
+
+    def _move(self, ticket: Ticket, stage: Stage, reserved: int) -> None:
+        super()._move(ticket, stage, reserved)
+        if stage is Stage.FINISHED:
+            self._order[ticket.number] = len(self._order)
+
+    def _finished_by_deadline(self) -> dict[int, list[int]]:
+        found = super()._finished_by_deadline()
+        return {deadline: sorted(numbers, key=self._order.__getitem__) for deadline, numbers in found.items()}
+
+
+class QueueWatch(Watch):
+    def formable(self) -> bool:
+        return self._finished.total() >= self._spec.groups_per_step
+
+
+class FirstFinishedFirst(LedgerNode):
+    """One ledger that waits for no group in particular: first finished, first trained."""
+
+    def __init__(self, spec: LedgerSpec, *args: Any) -> None:
+        super().__init__(spec, *args)
+        self.ledger = self._queue = Queue(spec)
+
+    def _decide(self, standings: Sequence[Standing]) -> Decision:
+        enough = sum(standings[0].finished.values()) >= self.spec.groups_per_step
+        forming = self._contributed is Phase.FORMING
+        return Decision([self._queue.first(self.spec.groups_per_step)] if enough and forming else None)
+
+    def _watch_from(self, standings: Sequence[Standing], moves: Sequence[int]) -> None:
+        self._watch = QueueWatch(self.spec, standings, moves, False, False)
+
+
+class QueueSimulation(Simulation):
+    node_type = FirstFinishedFirst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser.add_argument("--quick", action="store_true", help="20 steps instead of 200")
+    options = parser.parse_args()
+    steps = 20 if options.quick else STEPS
+    cases = [Case(staleness, sigma) for sigma in (0.6, 1.0, 1.3) for staleness in (1, 2, 4, 8)]
+    for case in cases:
+        text, run = f"S={case.staleness} sigma={case.sigma}", Run(case, steps)
+        report(NAME, text, run.floor_s, run.step_s, "s", options.json)
+        report(NAME, f"bound {text}", run.bound_s, run.step_s, "s", options.json)
+    for case in [replace(case, max_tokens=UNCUT) for case in cases if case.sigma >= 1]:
+        text, run = f"uncut S={case.staleness} sigma={case.sigma}", Run(case, steps)
+        report(NAME, text, run.floor_s, run.step_s, "s", options.json)
+        report(NAME, f"bound {text}", run.bound_s, run.step_s, "s", options.json)
+    report_delays(steps, options.json)
+    report_staleness(steps, options.json)
+
+
+def report_delays(steps: int, as_json: bool) -> None:
+    for staleness in (1, 2, 4):
+        case = Case(staleness, 1.0)
+        base = Run(case, steps)
+        for delay in (0.1, 0.5, 1.5):
+            run = Run(replace(case, delay_s=delay * base.step_s), steps)
+            report(NAME, f"delay={delay} S={staleness}", run.floor_s, run.step_s, "s", as_json)
+            report(NAME, f"delay={delay} S={staleness} against none", run.step_s, base.step_s, "s", as_json)
+
+
+def report_staleness(steps: int, as_json: bool) -> None:
+    case = Case(8, 0.6)
+    ours, theirs = Run(case, steps), Run(case, steps, QueueSimulation)
+    report(NAME, "staleness", ours.mean_age, theirs.mean_age, "steps", as_json)
+    report(NAME, "largest staleness", ours.oldest, theirs.oldest, "steps", as_json)
+    report(NAME, "speed at that staleness", 1 / ours.step_s, 1 / theirs.step_s, "steps/s", as_json)
+
+
+if __name__ == "__main__":
+    main()
