@@ -8,6 +8,7 @@
     generator ── Failed(ticket, attempt, reason) ▶ ledger of the ticket
     generator ── Returned([(ticket, attempt)]) ─▶ ledger of the ticket   not begun: give them to another
     generator ◀─ Cut([(ticket, attempt)], keep) ── ledger            overdue: end these groups with what there is
+    generator ◀─ Late([(ticket, attempt)]) ─────── ledger            a step is held up by these groups
     generator ◀─ Dropped([(ticket, attempt)]) ──── ledger            these count no more: stop and forget them
     generator ◀─ Forgotten(room) ───────────────── ledger            you were silent: so many asks were forgotten
     any       ── Silence(rank, over) ───────────▶ trainers           a generator is taken for lost, or is back
@@ -20,6 +21,9 @@
     generator ── WeightsPull(version, bucket) ──▶ trainer            that bucket please, or (collective): I have joined
     generator ◀─ WeightsPart(...) + buffer ─────── trainer
     generator ── WeightsTaken(version) ─────────▶ trainer            the snapshot may be reused
+    generator ── Salvaged(groups) ──────────────▶ trainer 0          at the start of a resumed run, see `ranks.resume`
+    trainer 0 ── Resumption(plan) ──────────────▶ trainers
+    trainer 0 ── Covered(...) ──────────────────▶ generators         a checkpoint is durable: forget what it has settled
     all       ── Heartbeat(...) ────────────────▶ next rank of the ring
     trainer   ── StepReport(step, ...) ─────────▶ trainer 0          its part of a line of metrics
     trainer 0 ── CheckpointBegin(step) ─────────▶ trainers           the folder is there, write your part
@@ -144,6 +148,13 @@ class Cut(Message, frozen=True):
     """True: the unfinished samples end as they are, truncated. False: they are left out."""
 
 
+class Late(Message, frozen=True):
+    """A step waits for these groups, or goes on without them: for the generator's measure of its speed."""
+
+    tickets: list[tuple[int, int]]
+    """(ticket, attempt)."""
+
+
 class Dropped(Message, frozen=True):
     """These groups are given up by their ledger: stop sampling them, forget their data."""
 
@@ -256,6 +267,41 @@ class StepReport(Message, frozen=True):
     """How many those are."""
     counters: dict[int, GeneratorCounters]
     """The newest word of every generator (by rank) that reported to its ledger."""
+    ledger: bytes = b""
+    """The ledger's state after the step, as msgpack."""
+
+
+class HeldGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A group that a generator has read from the archive, and holds."""
+
+    ticket: int
+    attempt: int
+    launch: int
+    """The launch of the run that made it: 0, 1, …"""
+    born: int
+    """Oldest and newest version among its tokens."""
+    newest: int
+    tokens: int
+    """Of the responses."""
+    samples: list[SampleMeta]
+
+
+class Salvaged(Message, frozen=True):
+    groups: list[HeldGroup]
+
+
+class Resumption(Message, frozen=True):
+    plan: bytes
+    """How the run goes on, as msgpack (`ranks.resume.Plan`)."""
+
+
+class Covered(Message, frozen=True):
+    """Tickets that a durable checkpoint has settled: all that were granted by then, but for those that were open."""
+
+    next_numbers: list[int]
+    """By ledger: the lowest number that had never been granted."""
+    open: list[int]
+    """Numbers below that which weren't settled."""
 
 
 class CheckpointBegin(Message, frozen=True):
@@ -283,6 +329,8 @@ class Welcome(Message, frozen=True):
     start_step: int
     """Optimizer steps already done when the job starts: 0, or those of the checkpoint that is resumed."""
     error: str | None = None
+    launch: int = 0
+    """How often the run was started before."""
 
 
 class Evaluating(Message, frozen=True):

@@ -65,9 +65,10 @@ def decide(standings: Sequence[Standing], spec: LedgerSpec) -> Decision:
     """The batch of the step that all standings name, and what the overdue policy does if there is none.
 
     The policy strikes unfinished groups without which the step could go on: those due by this step, and those of later
-    deadlines that would be too many then. `cut` (and `drop` by sample) asks for them, and they make a later batch;
-    `drop` and `mask` go on without them at once, so there must be a whole batch of others. At the end of the data, when
-    only struck groups are left, nothing else is waited for.
+    deadlines that would be too many then. `wait` only has it said, once a whole batch of others is there. `cut` (and
+    `drop` by sample) asks for them, and they make a later batch; `drop` and `mask` go on without them at once, so there
+    must be a whole batch of others. At the end of the data, when only struck groups are left, nothing else is waited
+    for.
     """
     size, step = spec.groups_per_step, standings[0].step
     finished, unfinished = _totals(standings)
@@ -75,14 +76,14 @@ def decide(standings: Sequence[Standing], spec: LedgerSpec) -> Decision:
         taken = _earliest(finished, size)
         if in_time(finished - taken + unfinished, step, size):
             return Decision(_shares(taken, [s.finished for s in standings], step))
-    if spec.overdue == "wait":
-        return Decision(None)
     taken = _earliest(finished, size)
     struck = _overdue(finished - taken, unfinished, step, size)
     alone = struck == unfinished and not any(s.numbers for s in standings)
     shares = _shares(struck, [s.unfinished for s in standings], step) if struck else None
     if spec.overdue == "cut" or spec.by_sample:
         return Decision(None, shares if finished.total() + struck.total() >= size or alone else None)
+    if spec.overdue == "wait":
+        return Decision(None, shares if finished.total() >= size else None)
     rest = finished - taken + unfinished - struck
     if spec.overdue == "mask":
         rest[step + spec.oldest] += struck.total()

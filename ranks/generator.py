@@ -3,7 +3,7 @@
     courier (GeneratorDesk)                        main thread (GeneratorLoop.step)
     ─────────────────────                          ────────────────────────────────
     Grants, Forgotten ──▶ news ──────────────────▶ Intake: start those whose min_version is here, hold the others, ask
-    Cut, Dropped ───────▶ news ──────────────────▶ end these groups with what there is, or forget them
+    Cut, Late, Dropped ─▶ news ──────────────────▶ end these groups with what there is, or forget them
                                                    engine.step() → chunks, each token labelled with its version
                                                    finished response → reward process → reward
     Ask, Started, Finished, Failed, Returned ◀ post  report to the ledger of the ticket
@@ -39,6 +39,7 @@ from headrace.comm.messages import (
     Forgotten,
     GeneratorCounters,
     Grants,
+    Late,
     Message,
     Redirect,
     Returned,
@@ -62,10 +63,10 @@ from headrace.rollout.rewards import Scored
 class GeneratorDesk:
     """The courier's side of a generator: brings in what its ledgers say."""
 
-    handles: ClassVar[tuple[type[Message], ...]] = (Grants, Forgotten, Cut, Dropped, Redirect, Stop)
+    handles: ClassVar[tuple[type[Message], ...]] = (Grants, Forgotten, Cut, Late, Dropped, Redirect, Stop)
 
     def __init__(self, transport: Transport, roles: RoleMap) -> None:
-        self.news: deque[Grants | Forgotten | Cut | Dropped] = deque()
+        self.news: deque[Grants | Forgotten | Cut | Late | Dropped] = deque()
         """In the order in which they came."""
         self.stop: Stop | None = None
         self._transport = transport
@@ -73,7 +74,7 @@ class GeneratorDesk:
 
     def receive(self, received: Received, now: float) -> None:
         match received.message:
-            case Grants() | Forgotten() | Cut() | Dropped() as news:
+            case Grants() | Forgotten() | Cut() | Late() | Dropped() as news:
                 self.news.append(news)
             case Redirect(ledger, room):
                 self._transport.send(self._roles.trainers[ledger], Ask(room))
@@ -211,6 +212,9 @@ class GeneratorLoop:
                     self._intake.forgotten(room)
                 case Cut(keys, keep):
                     self._cut(keys, keep)
+                case Late(keys):
+                    for group in self._present(keys):
+                        group.late = True
                 case Dropped(keys):
                     self._drop(keys)
         return busy
@@ -222,7 +226,7 @@ class GeneratorLoop:
         for group in self._present(keys):
             growing = group.growing
             self._take_in(self._abort(group))
-            group.cut = True
+            group.late = True
             if not group.begun:
                 self._close(group)
                 unbegun.append(group.key)
@@ -367,10 +371,11 @@ class GeneratorLoop:
         return [chunk for chunk in chunks if chunk is not None]
 
     def _close(self, group: Group, late: bool = False) -> None:
-        """The group is over. It was late for sure if its deadline has passed, by the newest version known here."""
+        """The group is over. It was late if its ledger said so, or if its deadline has passed by the newest version
+        known here."""
         del self._groups[group.key]
         passed = self._loaded - group.grant.min_version > self._oldest
-        self._intake.ended(late or group.cut or passed)
+        self._intake.ended(late or group.late or passed)
 
     def _group_of(self, id: Hashable) -> Group | None:
         """The group a chunk or a reward belongs to; None when it was given up meanwhile."""

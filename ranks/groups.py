@@ -52,8 +52,8 @@ class Group:
     task: Task
     prompt: npt.NDArray[np.int32]
     samples: list[Sample]
-    cut: bool = False
-    """It held up a step and was ended by its ledger."""
+    late: bool = False
+    """It holds up a step, as its ledger has said."""
 
     @property
     def key(self) -> tuple[int, int]:

@@ -79,7 +79,7 @@ class Ledger:
         self._lost_offered: set[int] = set()
         self._told_open: dict[int, list[Key]] = {}
         self._to_drop: dict[int, list[Key]] = {}
-        self._to_cut: dict[int, list[Key]] = {}
+        self._overdue: dict[int, list[Key]] = {}
         self._issued = self._trained = self._superseded = 0
         self._dropped: dict[str, int] = {}
         self._failed: dict[str, int] = {}
@@ -236,10 +236,10 @@ class Ledger:
         dropped, self._to_drop = self._to_drop, {}
         return dropped
 
-    def take_cut(self) -> dict[int, list[Key]]:
-        """By generator: overdue groups that it should end; each is told once."""
-        cut, self._to_cut = self._to_cut, {}
-        return cut
+    def take_overdue(self) -> dict[int, list[Key]]:
+        """By generator: its groups that are overdue; each is told once."""
+        overdue, self._overdue = self._overdue, {}
+        return overdue
 
     def _counts(self, ticket: Ticket, sample: int, attempt: int, born: int) -> bool:
         """Whether the sample is one that an unfinished ticket lacks. A result of an older attempt is as good as one of
@@ -399,13 +399,14 @@ class Ledger:
         there = [self._tickets[number] for number, attempt in told if self._is_outstanding(number, attempt)]
         there.sort(key=lambda ticket: not ticket.open)
         for ticket in there[: max(0, count - (len(told) - len(there)))]:
+            if self.spec.overdue == "drop" and not self.spec.by_sample:
+                self._drop(ticket, OVERDUE)
+                continue
             if self.spec.overdue == "mask":
                 self._move(ticket, ticket.stage, self.step)
-            elif self.spec.overdue == "drop" and not self.spec.by_sample:
-                self._drop(ticket, OVERDUE)
-            elif ticket.open and not ticket.cut:
-                ticket.cut = True
-                self._to_cut.setdefault(ticket.generator, []).append((ticket.number, ticket.attempt))
+            if ticket.open and not ticket.overdue:
+                ticket.overdue = True
+                self._overdue.setdefault(ticket.generator, []).append((ticket.number, ticket.attempt))
 
     def _is_outstanding(self, number: int, attempt: int) -> bool:
         return number in self._tickets and self._tickets[number].attempt == attempt

@@ -3,7 +3,7 @@
     generator ── Ask ───────────────────────────▶ receive      granted at once from free credits, otherwise parked
     generator ◀─ Grants, Redirect ─────────────── grants, results of rounds
     generator ── Started, Finished, Failed, Returned ▶ receive
-    generator ◀─ Dropped, Cut, Forgotten ──────── what was settled without it, is overdue, or was taken for lost
+    generator ◀─ Dropped, Cut, Late, Forgotten ── what was settled without it, is overdue, or was taken for lost
     anyone    ── Silence ───────────────────────▶ lost, back   a generator is taken for lost, or is heard again
     ledger    ◀─ RoundPart ─────────────────────▶ ledger       rounds: every ledger learns every ledger's contribution
     ledger    ── Progress ──────────────────────▶ watcher      begins the next round when it has a result: `watch.py`
@@ -12,10 +12,10 @@
 
 Each step passes three phases, changed by the results of rounds, so by all ledgers at the same round:
 
-    FORMING ── a batch can be formed ──▶ SHARING ── its groups' metadata are known everywhere ──▶ TRAINING
-      ▲ ▲                                  │                                                       │  │
-      │ └─── undone: its data are lost ────┴───────────────────────────────────────────────────────┘  │
-      └───── end_step, by each ledger in its own time ────────────────────────────────────────────────┘
+    FORMING ── a batch can be formed ──▶ SHARING ── its groups are known everywhere ──▶ PULLING ── all have ──▶ TRAINING
+      ▲ ▲                                  │                                              │      their data        │
+      │ └─── undone: data are lost ────────┴──────────────────────────────────────────────┘                        │
+      └───── end_step, by each ledger in its own time ─────────────────────────────────────────────────────────────┘
 
 or, when nothing is left to train, from FORMING to OVER.
 
@@ -41,6 +41,7 @@ from headrace.comm.messages import (
     Forgotten,
     GeneratorCounters,
     Grants,
+    Late,
     Message,
     Progress,
     Redirect,
@@ -78,6 +79,7 @@ class Phase(Enum):
 
     FORMING = "forming"
     SHARING = "sharing"
+    PULLING = "pulling"
     TRAINING = "training"
     OVER = "over"
 
@@ -89,6 +91,8 @@ class Contribution(msgspec.Struct, frozen=True, array_like=True):
     standing: Standing
     chosen: list[FormedGroup]
     """In SHARING: the groups chosen here."""
+    pulled: bool
+    """In PULLING: the replica of this ledger has the data of its groups."""
     undo: list[int]
     """Tickets of the batch whose data are lost, found by the replica of this ledger."""
     counts: TicketCounts
@@ -138,6 +142,7 @@ class LedgerNode:
         self._batch_size = 0
         self._formed: FormedStep | None = None
         self._chosen: list[FormedGroup] = []
+        self._pulled = False
         self._undo: set[int] = set()
         self._failures: list[Failed] = []
         self._contributed = Phase.FORMING
@@ -208,6 +213,9 @@ class LedgerNode:
         """When `tick` will begin a round, unless a message comes before; None: not without one."""
         if self.phase is Phase.OVER or not self._rounds.idle:
             return None
+        if self.phase is Phase.PULLING:
+            at_once = self._urgent or (self._pulled and self._rounds.peer_began)
+            return self._began if at_once else self._began + LONGEST_PAUSE_S
         if self.phase is Phase.SHARING or self._rounds.peer_began:
             return self._began
         if self._urgent or (self._is_watcher and self.phase is Phase.FORMING and self._watch.formable()):
@@ -228,9 +236,19 @@ class LedgerNode:
 
     def take_formed(self) -> FormedStep | None:
         """The batch of the next step, once, and once more each time that it was undone and formed again: then the batch
-        taken before is void. The same on all ledgers."""
+        taken before is void. The same on all ledgers. Its data are to be pulled now."""
         formed, self._formed = self._formed, None
         return formed
+
+    def pulled(self, formation: int) -> None:
+        """This replica has the data of its groups of the batch; nothing changes if that batch is void."""
+        if self.phase is Phase.PULLING and formation == self._formation:
+            self._pulled = self._urgent = True
+
+    @property
+    def may_train(self) -> bool:
+        """All replicas have their data of the batch: it can't be undone any more, and every replica trains it."""
+        return self.phase is Phase.TRAINING
 
     def take_failures(self) -> list[Failed]:
         """The groups given up since the last call, each with its error as it was."""
@@ -256,8 +274,8 @@ class LedgerNode:
         return self.ledger.absent
 
     def unform(self, tickets: Iterable[int]) -> None:
-        """The data of these groups of the batch can't be had: undo the batch. Only before this replica ends the step,
-        which it can't without its data. Other replicas learn it by the next round, from `take_formed`."""
+        """The data of these groups of the batch can't be had: undo the batch. Only before this replica has `pulled`.
+        Other replicas learn it by the next round, from `take_formed`."""
         self._undo.update(tickets)
         self._urgent = True
 
@@ -348,7 +366,13 @@ class LedgerNode:
         standing = self.ledger.contribute(escrow=self._wanted)
         self._told = self.ledger.changes
         contribution = Contribution(
-            self.phase, standing, chosen, sorted(self._undo), self.ledger.counts(), self._asked_to_end
+            phase=self.phase,
+            standing=standing,
+            chosen=chosen,
+            pulled=self._pulled,
+            undo=sorted(self._undo),
+            counts=self.ledger.counts(),
+            ending=self._asked_to_end,
         )
         self._undo = set()
         self._deliver(self._rounds.begin(_encoder.encode(contribution)))
@@ -371,6 +395,8 @@ class LedgerNode:
             self._undo_step(standings, lost)
         elif self._contributed is Phase.SHARING:
             self._share(contributions)
+        elif self._contributed is Phase.PULLING and all(c.pulled for c in contributions):
+            self.phase = Phase.TRAINING
         elif taken is not None:
             self._take(taken, chosen)
         self._send_news()
@@ -422,7 +448,7 @@ class LedgerNode:
     def _share(self, contributions: Sequence[Contribution]) -> None:
         """The metadata of the whole batch are here: divide it over the replicas."""
         require(all(c.phase is Phase.SHARING for c in contributions), f"not all share in {self.describe()}")
-        self.phase = Phase.TRAINING
+        self.phase, self._pulled = Phase.PULLING, False
         self._formed = FormedStep(self.ledger.step, self._formation, self._place(contributions), finished=False)
 
     def _place(self, contributions: Sequence[Contribution]) -> list[FormedGroup]:
@@ -433,7 +459,7 @@ class LedgerNode:
     def _undo_step(self, standings: Sequence[Standing], lost: set[int]) -> None:
         """Data of the batch are lost: form it anew without them. (Loss noticed after the batch was undone only sends
         tickets back.)"""
-        text = f"tickets {sorted(lost)} lost in a step that another replica has ended: {self.describe()}"
+        text = f"tickets {sorted(lost)} of a step that all had pulled are said to be lost: {self.describe()}"
         require({s.step for s in standings} == {self.ledger.step}, text)
         self.ledger.undo(lost)
         self._formed = None
@@ -460,7 +486,8 @@ class LedgerNode:
         """Tell the generators what has changed for them, its own order kept: what is dropped first."""
         for generator, keys in self.ledger.take_dropped().items():
             self._send(generator, Dropped(keys))
-        for generator, keys in self.ledger.take_cut().items():
-            self._send(generator, Cut(keys, keep=self.spec.overdue == "cut"))
+        for generator, keys in self.ledger.take_overdue().items():
+            cut = self.spec.overdue == "cut" or self.spec.by_sample
+            self._send(generator, Cut(keys, keep=not self.spec.by_sample) if cut else Late(keys))
         for generator, grants in self.ledger.grant().items():
             self._send(generator, Grants(grants))

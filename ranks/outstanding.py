@@ -53,8 +53,8 @@ class Ticket:
     since: int = 0
     """Results of attempts before this one don't count: their owners were told to forget them."""
     stage: Stage = Stage.GRANTED
-    cut: bool = False
-    """Its generator was told to end it."""
+    overdue: bool = False
+    """Its generator was told that it is overdue."""
 
     @property
     def generator(self) -> int:

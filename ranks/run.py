@@ -171,7 +171,7 @@ class TrainerRank:
         self._node = LedgerNode(spec, rank.index, list(roles.trainers), list(roles.generators), transport.send, state)
         failed = FailedGroups(self._node, failure_limit(spec, len(roles.trainers)))
         consumer = ExchangeConsumer(transport)
-        self._desk = TrainerDesk(transport, self._node, consumer, failed, rank.index, len(roles.trainers))
+        self._desk = TrainerDesk(transport, self._node, consumer, failed, rank.index)
         self._leader = self._make_leader() if rank.index == 0 else None
         services: list[Service] = [failed, self._node, consumer, self._desk, publisher]
         self.courier = rank.courier(services + ([self._leader] if self._leader else []))

@@ -15,6 +15,7 @@ from headrace.comm.messages import (
     Forgotten,
     GeneratorCounters,
     Grants,
+    Late,
     Message,
     Redirect,
     Returned,
@@ -55,6 +56,8 @@ class _Group:
     running: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Sample → when it got its slot, time of a token."""
     metas: list[SampleMeta] = field(default_factory=list)
+    late: bool = False
+    """Its ledger has said that it is overdue."""
 
 
 class SimulatedGenerator:
@@ -92,6 +95,10 @@ class SimulatedGenerator:
             case Cut(keys, keep):
                 for key in keys:
                     self._cut(key, keep)
+            case Late(keys):
+                for key in keys:
+                    if key in self._groups:
+                        self._groups[key].late = True
             case Dropped(keys):
                 self._intake.withdraw(keys)
                 for key in keys:
@@ -172,7 +179,7 @@ class SimulatedGenerator:
         """The group has ended; samples that have no data are left out."""
         group.trace.finished = self._sim.now
         del self._groups[group.key]
-        self._intake.ended(late=cut)
+        self._intake.ended(late=cut or group.late)
         done = {meta.sample for meta in group.metas}
         left_out = [(group.key[0], sample, group.key[1]) for sample in range(self._size) if sample not in done]
         counters = GeneratorCounters(self._tokens, self._finished, 0.0, 0.0, self._sim.now, self.version)

@@ -143,7 +143,9 @@ class Simulation:
         self._silent: dict[int, float] = {}
         self._ticks: list[float | None] = [None] * job.ledgers
         self._taken: list[FormedStep | None] = [None] * job.ledgers
-        self._pulled: set[int] = set()
+        self._may_train: set[int] = set()
+        self._trains = False
+        self._chosen_at = 0.0
         for generator in self.generators:
             self.at(0.0, generator.ask)
         for index in ranks:
@@ -235,6 +237,8 @@ class Simulation:
         formed = node.take_formed()
         if formed is not None:
             self._take(index, formed)
+        elif node.may_train:
+            self._ready(index)
         tick = node.next_tick()
         if tick is not None and tick != self._ticks[index]:
             self.at(max(tick, self.now), self._tick, index, tick)
@@ -246,7 +250,6 @@ class Simulation:
             self._turn(index)
 
     def _take(self, index: int, formed: FormedStep) -> None:
-        self._pulled.discard(index)
         self._taken[index] = formed
         if formed.finished:
             self.over.add(index)
@@ -262,9 +265,9 @@ class Simulation:
             return
         gone = self._gone_from(index, formed) if self._dead or self._silent else []
         if not gone:
-            self._pulled.add(index)
-            if len(self._pulled) == self.job.ledgers:
-                self._train(formed, begun)
+            self._chosen_at = begun
+            self.nodes[index].pulled(formed.formation)
+            self._turn(index)
         elif all(owner in self.nodes[index].absent for _, owner in gone):
             self._taken[index] = None
             self.nodes[index].unform(ticket for ticket, _ in gone)
@@ -277,11 +280,15 @@ class Simulation:
         groups = [(group.ticket, group.owner) for group in formed.groups if group.replica == index]
         return [(t, owner) for t, owner in groups if owner in self._dead or self._silent.get(owner, 0.0) > self.now]
 
+    def _ready(self, index: int) -> None:
+        """All replicas may train; the last to hear of it sets the time."""
+        formed = self._taken[index]
+        self._may_train.add(index)
+        if len(self._may_train) == self.job.ledgers and not self._trains and formed is not None:
+            self._trains = True
+            self._train(formed, self._chosen_at)
+
     def _train(self, formed: FormedStep, chosen_at: float) -> None:
-        keys = {(taken.step, taken.formation) for taken in self._taken if taken is not None}
-        if len(keys) > 1:
-            return  # some have yet to take the batch that replaces an undone one
-        self._pulled = set()
         step = StepTrace(formed, chosen_at, pulled_at=self.now)
         step.trained_at = self.now + self.job.train_s
         last = formed.step + 1 == self.spec.steps
@@ -295,6 +302,7 @@ class Simulation:
         for generator in self.generators if published else []:
             arrival = self.now + self.job.weights_s(generator.index, self.rng)
             self.at(arrival, generator.take_version, step.formed.step + 1)
+        self._may_train, self._trains = set(), False
         for index, node in enumerate(self.nodes):
             node.end_step(step.formed.step, published)
             self._turn(index)

@@ -62,10 +62,8 @@ class StepBatch:
 
 
 class TrainerDesk:
-    """The courier's side of a trainer: pulls the data of a formed step and hands the batch to the main thread.
-
-    If an owner falls silent before its data are here, a sole replica has the step formed anew without them. One of
-    several can't: the others may train the batch already. It waits until the owner is heard again."""
+    """The courier's side of a trainer: pulls the data of a formed step, and hands the batch to the main thread when all
+    replicas have theirs. If an owner falls silent before its data are here, the step is formed anew without them."""
 
     handles: ClassVar[tuple[type[Message], ...]] = (CheckpointBegin, Evaluating, Stop)
 
@@ -76,7 +74,6 @@ class TrainerDesk:
         consumer: ExchangeConsumer,
         failed: FailedGroups,
         index: int,
-        replicas: int,
     ) -> None:
         self.batches: deque[StepBatch] = deque()
         self.checkpoints: deque[int] = deque()
@@ -85,11 +82,12 @@ class TrainerDesk:
         self._node = node
         self._consumer = consumer
         self._index = index
-        self._alone = replicas == 1
         self.evaluated_at = 0.0
         """When a generator last said that it is evaluating, by the monotonic clock."""
         self._failed = failed
         self._formed: FormedStep | None = None
+        self._said = False
+        """That all data of it are here."""
         self._requests: dict[int, int] = {}
         """Number of each pull that hasn't come → its owner."""
         self._data: dict[Key, list[Trajectory]] = {}
@@ -104,14 +102,19 @@ class TrainerDesk:
                 self.stop = stop
 
     def tick(self, now: float) -> None:
+        newer = self._node.take_formed()
+        if newer is not None:
+            self._forget()  # it was void, if there was one
+            self._pull(newer)
         if self._formed is None:
-            self._formed = self._node.take_formed()
-            if self._formed is not None:
-                self._pull(self._formed)
-        if self._formed is not None and self._arrived():
-            self._hand_over(self._formed)
-        elif self._formed is not None and self._alone:
+            return
+        if not self._arrived():
             self._give_up_absent(self._formed)
+        elif self._node.may_train or self._formed.finished:
+            self._hand_over(self._formed)
+        elif not self._said:
+            self._said = True
+            self._node.pulled(self._formed.formation)
 
     def release(self, formed: FormedStep) -> None:
         """Tell the owners of this replica's groups that they are trained."""
@@ -132,6 +135,7 @@ class TrainerDesk:
         return keys
 
     def _pull(self, formed: FormedStep) -> None:
+        self._formed, self._said = formed, False
         self._requests = {self._consumer.pull(owner, keys): owner for owner, keys in self._by_owner(formed).items()}
 
     def _arrived(self) -> bool:
@@ -145,14 +149,16 @@ class TrainerDesk:
     def _give_up_absent(self, formed: FormedStep) -> None:
         """Void the batch if data are still to come from a generator that is taken for lost."""
         absent = set(self._requests.values()) & set(self._node.absent)
-        if not absent:
-            return
+        if absent:
+            self._forget()
+            self._node.unform(group.ticket for group in formed.groups if group.owner in absent)
+
+    def _forget(self) -> None:
         for request in self._requests:
             self._consumer.cancel(request)
         self._requests.clear()
         self._data.clear()
         self._formed = None
-        self._node.unform(group.ticket for group in formed.groups if group.owner in absent)
 
     def _hand_over(self, formed: FormedStep) -> None:
         mine = [(i, group) for i, group in enumerate(formed.groups) if group.replica == self._index]

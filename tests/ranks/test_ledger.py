@@ -339,8 +339,8 @@ def test_cut_tells_the_generator_once_and_takes_what_comes() -> None:
     granted(ledger)
     struck(ledger, deadline=1, count=1)
     struck(ledger, deadline=1, count=1)
-    assert ledger.take_cut() == {GENERATOR: [(0, 0)]}
-    assert ledger.take_cut() == {}
+    assert ledger.take_overdue() == {GENERATOR: [(0, 0)]}
+    assert ledger.take_overdue() == {}
     ledger.finished(GENERATOR, sample(0))
     ledger.left_out(GENERATOR, 0, 1, 0)
     assert ledger.contribute(escrow=False).finished == {1: 1}
@@ -352,7 +352,7 @@ def test_a_group_of_which_nothing_is_left_is_dropped_as_overdue() -> None:
     ledger = Ledger(spec(1, 1, size=2, overdue="drop", by_sample=True), 0, 1)
     granted(ledger)
     struck(ledger, deadline=1, count=1)
-    assert ledger.take_cut() == {GENERATOR: [(0, 0)]}
+    assert ledger.take_overdue() == {GENERATOR: [(0, 0)]}
     for index in range(2):
         ledger.left_out(GENERATOR, 0, index, 0)
     assert ledger.counts().dropped_reasons == {"overdue": 1}

@@ -15,6 +15,7 @@ from headrace.comm.messages import (
     Forgotten,
     GeneratorCounters,
     Grants,
+    Late,
     Message,
     Redirect,
     SampleMeta,
@@ -48,6 +49,7 @@ class Job:
         self.dropped: list[tuple[int, int]] = []
         self.cut: list[Cut] = []
         self.forgotten: list[int] = []
+        self.late: list[tuple[int, int]] = []
 
     def say(self, message: Message, ledger: int = 0) -> None:
         self.transports[self.generator].send(ledger, message)
@@ -76,6 +78,8 @@ class Job:
                         self.say(Ask(room), ledger)
                     case Dropped(tickets):
                         self.dropped += tickets
+                    case Late(tickets):
+                        self.late += tickets
                     case Cut():
                         self.cut.append(received.message)
                     case Forgotten(room):
@@ -89,6 +93,14 @@ class Job:
         assert all(batch == batches[0] for batch in batches)
         assert all(node.take_formed() is None for node in self.nodes)
         return batches[0]
+
+    def end_step(self, step: int, formation: int = 0) -> None:
+        """All replicas pull, train and publish."""
+        for node in self.nodes:
+            node.pulled(formation)
+        self.pass_time(0.1)
+        for node in self.nodes:
+            node.end_step(step, published=True)
 
     def run_step(self, room: int) -> FormedStep:
         """Ask, finish what was granted, form."""
@@ -114,8 +126,7 @@ def test_all_ledgers_form_the_same_steps_to_the_end(ledgers: int) -> None:
         assert {group.replica for group in formed.groups} == set(range(min(4, ledgers)))
         assert all(group.ledger == group.ticket % ledgers for group in formed.groups)
         trained += [group.ticket for group in formed.groups]
-        for node in job.nodes:
-            node.end_step(step, published=True)
+        job.end_step(step)
     end = job.formed()
     assert (end.step, end.groups, end.finished) == (3, [], True)
     assert len(set(trained)) == 12
@@ -149,8 +160,7 @@ def test_asks_move_to_the_ledger_that_has_numbers_and_credits_to_the_ledger_that
     job.say(Ask(1), ledger=1)
     job.finish(1)
     job.formed()
-    for node in job.nodes:
-        node.end_step(0, published=True)
+    job.end_step(0)
     job.pass_time(0.3)
     assert job.redirects == [Redirect(0, 1)]
     assert job.grants[1:] == [TicketGrant(0, 0, 1)]
@@ -227,9 +237,8 @@ def test_an_undone_step_is_formed_again_without_what_was_lost() -> None:
     assert (second.step, second.formation) == (0, 1)
     assert lost not in [group.ticket for group in second.groups]
     assert sum(node.counts().returned for node in job.nodes) + len(job.grants) == 1
-    for node in job.nodes:
-        node.end_step(0, published=True)
-        assert node.counts().balanced
+    job.end_step(0, formation=1)
+    assert all(node.counts().balanced for node in job.nodes)
 
 
 def test_an_undone_step_is_waited_for_if_nothing_else_is_finished() -> None:
@@ -244,13 +253,22 @@ def test_an_undone_step_is_waited_for_if_nothing_else_is_finished() -> None:
     assert [(group.ticket, group.attempt) for group in again.groups] == [(lost, 1)]
 
 
-def test_undoing_what_another_replica_has_ended_is_a_defect() -> None:
+def test_no_replica_trains_before_all_have_their_data() -> None:
     job = Job(spec(1, 1), 2)
     lost = job.run_step(room=2).groups[0].ticket
-    job.nodes[0].end_step(0, published=True)
+    job.nodes[0].pulled(0)
+    job.pass_time(1.0)
+    assert not any(node.may_train for node in job.nodes)
     job.nodes[1].unform([lost])
-    with pytest.raises(LedgerRuleError, match="another replica has ended"):
-        job.pass_time(0.3)
+    job.pass_time(0.3)
+    assert all(node.take_formed() is not None for node in job.nodes), "undone and formed again, without a defect"
+    job.nodes[0].pulled(0)
+    job.nodes[1].pulled(1)
+    job.pass_time(0.3)
+    assert not any(node.may_train for node in job.nodes), "what was said of the void batch counts for nothing"
+    job.nodes[0].pulled(1)
+    job.pass_time(0.3)
+    assert all(node.may_train for node in job.nodes)
 
 
 def test_a_failure_is_kept_with_its_error() -> None:
@@ -298,7 +316,9 @@ def test_a_step_ends_once_and_only_when_formed() -> None:
     with pytest.raises(LedgerRuleError, match="end of step 0"):
         job.nodes[0].end_step(0, published=True)
     job.run_step(room=1)
-    job.nodes[0].end_step(0, published=True)
+    with pytest.raises(LedgerRuleError, match="end of step 0"):
+        job.nodes[0].end_step(0, published=True)
+    job.end_step(0)
     with pytest.raises(LedgerRuleError, match="end of step 0"):
         job.nodes[0].end_step(0, published=True)
 
@@ -308,7 +328,7 @@ def test_the_state_is_that_of_the_last_end_of_step() -> None:
     start = job.nodes[0].state()
     job.run_step(room=1)
     assert job.nodes[0].state() is start
-    job.nodes[0].end_step(0, published=True)
+    job.end_step(0)
     assert job.nodes[0].state().step == 1
     assert job.nodes[0].state().trained == 1
 
@@ -324,8 +344,7 @@ def test_counts_of_several_ledgers_add_up() -> None:
 def test_a_request_to_end_is_kept_even_in_the_middle_of_a_round(ledgers: int, wait: float) -> None:
     job = Job(spec(2), ledgers)
     job.run_step(room=2)
-    for node in job.nodes:
-        node.end_step(0, published=True)
+    job.end_step(0)
     job.say(Ask(2))
     job.pass_time(wait)
     for node in job.nodes:
@@ -347,8 +366,7 @@ def overdue_job(overdue: Overdue, by_sample: bool = False) -> Job:
     job.pass_time(0.3)
     job.finish(1)
     assert [group.ticket for group in job.formed().groups] == [1]
-    for node in job.nodes:
-        node.end_step(0, published=True)
+    job.end_step(0)
     job.say(Ask(1))
     job.pass_time(0.3)
     job.finish(2, born=1)
@@ -359,6 +377,7 @@ def test_while_a_due_group_is_unfinished_everyone_waits_by_default() -> None:
     job = overdue_job("wait")
     job.pass_time(3.0)
     assert [node.take_formed() for node in job.nodes] == [None, None]
+    assert job.late == [(0, 0)], "its generator is told, once"
     job.finish(0)
     assert [group.ticket for group in job.formed().groups] == [0]
 
@@ -373,8 +392,8 @@ def test_with_drop_the_others_go_on_and_the_generator_is_told() -> None:
 def test_with_mask_the_others_go_on_and_the_group_is_trained_later() -> None:
     job = overdue_job("mask")
     assert [group.ticket for group in job.formed().groups] == [2]
-    for node in job.nodes:
-        node.end_step(1, published=True)
+    assert job.late == [(0, 0)]
+    job.end_step(1)
     job.say(Finished([SampleMeta(0, 0, 0, 0, 3, 4, 1.0, ((0, 1), (1, 3)))], counters()))
     group = job.formed().groups[0]
     assert (group.ticket, group.loss_tokens, group.born) == (0, 3, 1)

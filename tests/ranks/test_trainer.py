@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
-import pytest
 
 from headrace.comm.exchange import ExchangeConsumer, ExchangeOwner, SampleStore
 from headrace.comm.simulated import SimulatedNetwork
@@ -48,6 +47,7 @@ class Node:
 
     def __init__(self):
         self.formed, self.absent, self.unformed = deque(), set(), []
+        self.said, self.may_train, self.barrier = [], False, False
 
     def take_formed(self):
         return self.formed.popleft() if self.formed else None
@@ -55,15 +55,19 @@ class Node:
     def unform(self, tickets):
         self.unformed += tickets
 
+    def pulled(self, formation):
+        self.said.append(formation)
+        self.may_train = not self.barrier
+
 
 class Bench:
     """A trainer (rank 0) that pulls from generators 1 and 2, whose couriers run only when they are `awake`."""
 
-    def __init__(self, replicas=1):
+    def __init__(self):
         network = SimulatedNetwork(3)
         self.transport, self.node, self.awake = network.transport(0), Node(), {1, 2}
         self.consumer = ExchangeConsumer(self.transport)
-        self.desk = TrainerDesk(self.transport, self.node, self.consumer, FailedGroups(self.node, 8), 0, replicas)
+        self.desk = TrainerDesk(self.transport, self.node, self.consumer, FailedGroups(self.node, 8), 0)
         self.stores = {rank: SampleStore() for rank in (1, 2)}
         self.owners = {
             rank: (network.transport(rank), ExchangeOwner(network.transport(rank), self.stores[rank]))
@@ -139,14 +143,26 @@ def test_an_absence_after_the_data_have_come_changes_nothing():
     assert bench.node.unformed == []
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_one_of_several_replicas_waits_for_the_owner_to_be_heard_again(replicas):
-    bench = Bench(replicas)
-    bench.awake = {1}
+def test_a_batch_is_handed_over_when_all_replicas_have_their_data():
+    bench = Bench()
+    bench.node.barrier = True
     bench.form([1, 2])
-    bench.node.absent = {2}
     bench.turn()
-    assert (bench.node.unformed, bench.batches()) == ([], [])
-    bench.awake = {1, 2}
+    assert (bench.node.said, bench.batches()) == ([0], [])
+    bench.node.may_train = True
     bench.turn()
     assert bench.batches() == [[0, 1]]
+    assert bench.node.said == [0], "said once"
+
+
+def test_a_batch_that_another_replica_had_to_undo_gives_way_to_the_next():
+    bench = Bench()
+    bench.node.barrier = True
+    bench.form([1, 2])
+    bench.turn()
+    bench.form([2, 1], formation=1)
+    bench.turn()
+    assert (bench.node.said, bench.batches()) == ([0, 1], [])
+    bench.node.may_train = True
+    bench.turn()
+    assert bench.batches() == [[10, 11]]

@@ -21,6 +21,7 @@ from headrace.comm.messages import (
     Forgotten,
     GeneratorCounters,
     Grants,
+    Late,
     Message,
     Redirect,
     Returned,
@@ -187,6 +188,8 @@ class Generator:
             case Cut(tickets, keep):
                 for key in tickets:
                     self._cut(key, keep)
+            case Late():
+                """Only a measure of speed, which this generator doesn't have."""
             case Dropped(tickets):
                 for key in tickets:
                     self._forget(key)

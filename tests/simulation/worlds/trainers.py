@@ -58,7 +58,7 @@ class Trainers:
                 g.owner in self.world.alive for g in missing
             ):
                 yield ("cannot_pull", i)
-        elif i not in self.ended and self._all_have_pulled():
+        elif i not in self.ended and self.world.nodes[i].may_train:
             yield ("ends", i)
 
     def takes(self, i: int) -> None:
@@ -72,6 +72,7 @@ class Trainers:
     def pulls(self, i: int) -> None:
         alive = self.world.alive
         self.taken[i].data = {g.ticket: alive[g.owner].stored[g.ticket, g.attempt] for g in self._own(i)}
+        self.world.nodes[i].pulled(self.taken[i].formed.formation)
 
     def cannot_pull(self, i: int) -> None:
         """Some owner is lost, or has forgotten its group since it was told so by a ledger that knew the batch void."""
@@ -86,6 +87,7 @@ class Trainers:
     def ends(self, i: int) -> None:
         if not self.trained:
             self.trained = True
+            expect(self._all_have_pulled(), "a replica trains before all have pulled the same batch")
             self.world.train(self.taken[0].formed, {t: d for taken in self.taken.values() for t, d in _data(taken)})
         step = self.taken[i].formed.step
         self.world.nodes[i].end_step(step, self.world.is_published(step + 1))
