@@ -1,4 +1,4 @@
-"""Data that end, with real training: fewer tasks than a batch, several epochs, short last batches (FAULTS W7)."""
+"""Data that end, with real training: fewer tasks than a batch, several epochs, short last batches."""
 
 from __future__ import annotations
 

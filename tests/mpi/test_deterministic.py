@@ -95,7 +95,7 @@ class Reference:
 
 @pytest.mark.parametrize("generators", [1, 3])
 def test_s0_equals_a_plain_synchronous_loop_bit_for_bit(tmp_path, generators):
-    """FAULTS: staleness 0 trains, and equals the synchronous result."""
+    """Staleness 0 trains, and equals the synchronous result."""
     tree = tiny_config(ranks={"generators": generators}, train={"warm_start": None})
     metrics, _ = run_job(tree, tmp_path)
     check_books(metrics, 0)

@@ -1,4 +1,4 @@
-"""Ranks that wait leave the cores alone (FAULTS S11)."""
+"""Ranks that wait leave the cores alone."""
 
 from __future__ import annotations
 

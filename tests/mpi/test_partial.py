@@ -1,4 +1,4 @@
-"""`rollout.partial` over real ranks: whether the tokens of a group may be of several versions (FAULTS C4)."""
+"""`rollout.partial` over real ranks: whether the tokens of a group may be of several versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards that raise, hang or return nothing cost their groups and nothing else (FAULTS W2)."""
+"""Rewards that raise, hang or return nothing cost their groups and nothing else."""
 
 from __future__ import annotations
 

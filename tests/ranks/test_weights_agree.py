@@ -61,7 +61,7 @@ def trajectory(prompt: np.ndarray, pairs: list[tuple[int, float]]) -> TrainSampl
 
 @pytest.mark.parametrize("name", MODELS)
 def test_log_probs_of_both_sides_agree_after_every_update(tmp_path: Path, name: str) -> None:
-    """FAULTS M1: tied embeddings, fused projections, names."""
+    """For tied embeddings, fused projections and all names."""
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(MODELS[name]).save_pretrained(tmp_path)
     config = TrainConfig(lr=3e-2, micro_batch_tokens=64)
