@@ -1,4 +1,4 @@
-"""The command line: `headrace run | debug | config | export | status | cancel`."""
+"""The command line: `headrace run | debug | config | export | doctor | status | cancel`."""
 
 from __future__ import annotations
 
@@ -122,6 +122,20 @@ def export(
     from headrace.launcher.export import export as write
 
     typer.echo(f"written: {write(run, out, step)}")
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The job that is to run here.")] = None,
+    overrides: Overrides = None,
+    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, help="Ranks of the world to examine.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Examine so many nodes, in a Slurm job.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print findings and measurements as JSON.")] = False,
+) -> None:
+    """Check whether a job can work here: this machine, and a small world of ranks."""
+    from headrace.launcher.doctor.command import doctor as examine
+
+    raise typer.Exit(examine(config, overrides or (), ranks, nodes, as_json))
 
 
 RunName = typer.Argument(metavar="RUN", help="Name of a run under ./runs, or its folder.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.comm.errors import HeadraceError
@@ -73,15 +73,15 @@ def tell(command: Sequence[str]) -> None:
         raise HeadraceError(f"`{' '.join(command)}` failed: {error or f'status {code}'}.")
 
 
-def ask(command: Sequence[str]) -> tuple[int, str, str]:
-    """Exit status, output and errors of a command.
+def ask(command: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+    """Exit status, output and errors of a command, in this process's environment or another.
 
     Raises:
         HeadraceError: there is no such command, or it didn't answer in time.
     """
     try:
         run = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_LIMIT_S, check=False
+            command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_LIMIT_S
         )
     except subprocess.TimeoutExpired:
         raise HeadraceError(f"`{' '.join(command)}` didn't answer within {ANSWER_LIMIT_S} s.") from None

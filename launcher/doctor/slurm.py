@@ -1,0 +1,119 @@
+"""What Slurm offers, and how the doctor's ranks are started in a job.
+
+pmi_of(family, offered)   the --mpi= of srun that fits the MPI library; none → mpirun inside the job
+start_line                how the ranks start, given that
+job_script                the whole job, as sbatch gets it
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from headrace.comm.errors import HeadraceError
+from headrace.launcher.doctor.findings import Finding, ok, warn
+from headrace.launcher.environment import clean
+from headrace.launcher.mpi import Family, MpiInstallation
+from headrace.launcher.queue import ask, tell
+
+PMI_TYPES = re.compile(r"\b(none|pmi2|pmix(?:_v\d+)?|cray_shasta|openmpi)\b")
+FITTING: dict[Family, tuple[str, ...]] = {"openmpi": ("pmix",), "mpich": ("pmi2", "cray_shasta")}
+"""Under any other type every process would be a world of its own."""
+
+JOB_MINUTES = 10
+
+
+def has_srun() -> bool:
+    return shutil.which("srun") is not None
+
+
+def offered_types() -> list[str]:
+    """The types that `srun --mpi=` knows here.
+
+    Raises:
+        HeadraceError: srun doesn't answer.
+    """
+    _, output, errors = ask(["srun", "--mpi=list"])
+    return list(dict.fromkeys(PMI_TYPES.findall(f"{output}\n{errors}")))  # older ones print it as an error
+
+
+def pmi_of(family: Family, offered: Sequence[str]) -> str | None:
+    """The type by which srun starts ranks of this MPI as one world."""
+    return next((kind for kind in FITTING[family] if kind in offered), None)
+
+
+def check_pmi(installation: MpiInstallation, offered: Sequence[str]) -> Finding:
+    """Whether srun can start this MPI's ranks as one world."""
+    kind = pmi_of(installation.family, offered)
+    types = ", ".join(offered) or "nothing"
+    if kind is not None:
+        return ok("PMI", f"srun offers {types}; {installation.family} starts by srun --mpi={kind}")
+    wanted = " or ".join(FITTING[installation.family])
+    other = next((family for family in FITTING if pmi_of(family, offered)), None)
+    instead = f", or take launch.mpi={other}" if other else ""
+    text = f"srun offers {types}, but {installation.family} needs {wanted}: each process would be a world of its own"
+    return warn("PMI", text, f"Start the ranks by mpirun inside the job, as the doctor does{instead}.")
+
+
+def check_requeue() -> Finding:
+    """Runs come back after a time limit or a lost node by being requeued."""
+    code, output, error = ask(["scontrol", "show", "config"])
+    if code:
+        reason = " ".join(error.split()) or f"status {code}"
+        return warn(
+            "requeue", f"Slurm doesn't answer ({reason})", "Check SLURM_CONF; `headrace run` works without Slurm."
+        )
+    allowed = re.search(r"^JobRequeue\s*=\s*1", output, re.MULTILINE)
+    version = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", output, re.MULTILINE)
+    name = f"Slurm {version[1]}" if version else "Slurm"
+    if allowed:
+        return ok("requeue", f"{name} requeues jobs (JobRequeue = 1)")
+    return warn("requeue", f"{name} doesn't requeue jobs by itself (JobRequeue = 0)", "Give --requeue to sbatch.")
+
+
+def start_line(installation: MpiInstallation, pmi: str | None, ranks: int, program: Sequence[str]) -> list[str]:
+    """The command that starts the ranks inside a job, on all its nodes."""
+    if pmi is not None:
+        options = ["--cpus-per-task=1", "--kill-on-bad-exit=1", "--wait=60", "--unbuffered"]
+        return ["srun", f"--mpi={pmi}", f"--ntasks={ranks}", *options, *program]
+    personal = ["--personality", "ompi"] if installation.mpirun.name == "prterun" else []
+    flags = [*personal, "--allow-run-as-root", "--bind-to", "none"] if installation.family == "openmpi" else []
+    return [str(installation.mpirun), *flags, "-n", str(ranks), *program]
+
+
+def job_script(start: Sequence[str], nodes: int, ranks: int, log: Path, environment: Mapping[str, str]) -> str:
+    """A job that starts the ranks once. The queue and the account come from SBATCH_PARTITION and SBATCH_ACCOUNT."""
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
+    return f"""#!/bin/bash
+#SBATCH --job-name=headrace-doctor
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks={ranks}
+#SBATCH --ntasks-per-node={-(-ranks // nodes)}
+#SBATCH --cpus-per-task=1
+#SBATCH --time={JOB_MINUTES}
+#SBATCH --no-requeue
+#SBATCH --output={log}
+{exports}exec {shlex.join(start)}
+"""
+
+
+def sbatch(script: Path) -> int:
+    """Submit a script; returns the number of the job.
+
+    Raises:
+        HeadraceError: sbatch refused it.
+    """
+    kept = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
+    code, output, error = ask(["sbatch", "--parsable", str(script)], clean(os.environ) | kept)
+    if code or not (number := output.partition(";")[0]).isdigit():
+        remedy = "SBATCH_PARTITION and SBATCH_ACCOUNT name its queue and its account."
+        raise HeadraceError(f"sbatch refused the doctor's job: {error or output}. {remedy}")
+    return int(number)
+
+
+def scancel(job: int) -> None:
+    tell(["scancel", str(job)])
