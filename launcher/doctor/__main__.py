@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 STAGE_LIMIT_S = 30.0
+LOST_REMEDY = "Look at the hosts of these ranks; the role map of a run, or `srun -l hostname`, names them."
 
 
 @dataclass
@@ -159,15 +160,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    findings: list[Finding] = []
     world = World(Talk(comm, options.limit), options.folder)
     try:
         check_world(comm, options.ranks)
-        findings += [check_talk(world)]
+    except HeadraceError as error:
+        _publish([fail("world", str(error))], world, options.report)
+        sys.exit(1)
+    findings: list[Finding] = []
+    try:
+        findings.append(check_talk(world))
         for name, check in CHECKS.items():
             findings.append(guarded(name, partial(check, world), beyond=(LostError,)))
     except HeadraceError as error:
-        findings.append(fail("world", str(error)))
+        findings.append(fail("world", str(error), LOST_REMEDY))
         _publish(findings, world, options.report)
         _abort(comm)
     except Exception:

@@ -177,7 +177,7 @@ def judge_cpus(facts: Sequence[Facts]) -> Finding:
         for mask, sharing in _by_mask(facts, ranks).items():
             threads = sum(facts[rank].threads for rank in sharing)
             who = f"{host}: ranks {ranges(sharing)} on CPUs {ranges(mask)}"
-            told.append(f"{who}, {threads} threads in all")
+            told.append(f"{who}, threads: {threads}")
             if threads > len(mask):
                 complaints.append(_too_few(who, mask, sharing, threads, facts[sharing[0]].cores))
     return worst("CPUs", complaints, "; ".join(told))

@@ -40,14 +40,17 @@ CLOCK_PINGS = 5
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Messages between two ends: hosts, or ranks where there is one host."""
+    """Messages from one end to another: hosts, or ranks where there is one host."""
 
-    a: str
-    b: str
+    sender: str
+    receiver: str
     latency_us: float
-    """One way, of 8 bytes."""
+    """Of 8 bytes."""
     gib_per_s: float
-    """One way, of 16 MiB."""
+    """Of 16 MiB; a bad cable may be slow one way only."""
+
+    def has(self, end: str) -> bool:
+        return end in (self.sender, self.receiver)
 
 
 # Who reaches whom
@@ -159,18 +162,19 @@ def rounds(ends: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def measure_pairs(talk: Talk, ends: Mapping[str, int]) -> list[Pair]:
-    """Latency and bandwidth of every pair of ends."""
-    names, ranks = list(ends), list(ends.values())
+    """Latency and bandwidth of every pair of ends, both ways."""
+    names = {rank: name for name, rank in ends.items()}
+    ranks = list(names)
 
     def part() -> list[Pair]:
         found = []
         for turn in rounds(len(ranks)):
-            for a, b in turn:
-                if talk.rank == ranks[a]:
-                    latency, rate = _lead(talk, ranks[b])
-                    found.append(Pair(names[a], names[b], latency, rate))
-                elif talk.rank == ranks[b]:
-                    _follow(talk, ranks[a])
+            for a, b in ((ranks[a], ranks[b]) for a, b in turn):
+                for sender, receiver in ((a, b), (b, a)):
+                    if talk.rank == sender:
+                        found.append(Pair(names[sender], names[receiver], *_lead(talk, receiver)))
+                    elif talk.rank == receiver:
+                        _follow(talk, sender)
         return found
 
     return [pair for found in talk.stage("measure point-to-point messages", list[Pair], part) for pair in found]
@@ -210,7 +214,7 @@ def judge_pairs(pairs: Sequence[Pair], compare: bool) -> Finding:
     rates = [pair.gib_per_s for pair in pairs]
     text = f"{min(rates):.2f} to {max(rates):.2f} GiB/s, {median(pair.latency_us for pair in pairs):.0f} µs"
     complaints = list(_slow(pairs)) if compare else []
-    return worst("point-to-point", complaints, f"{text} over {len(pairs)} pairs")
+    return worst("point-to-point", complaints, f"{text} over {len(pairs) // 2} pairs, both ways")
 
 
 def _slow(pairs: Sequence[Pair]) -> Iterator[Finding]:
@@ -218,22 +222,24 @@ def _slow(pairs: Sequence[Pair]) -> Iterator[Finding]:
     for end, (own, others) in slow.items():
         text = f"{end} has {own:.2f} GiB/s with the others, who have {others:.2f} among themselves"
         yield warn("", text, "Look at its link and its neighbours' jobs; leave it out by --exclude.")
-    fast = [pair for pair in pairs if pair.a not in slow and pair.b not in slow]
+    fast = [pair for pair in pairs if not any(map(pair.has, slow))]
     usual = median(pair.gib_per_s for pair in fast) if fast else 0.0
     for pair in fast:
         if pair.gib_per_s < SLOW * usual:
-            text = f"{pair.a} and {pair.b} have {pair.gib_per_s:.2f} GiB/s, the others {usual:.2f}"
+            text = f"{pair.sender} sends {pair.gib_per_s:.2f} GiB/s to {pair.receiver}, usual are {usual:.2f}"
             yield warn("", text, "Look at the switch between them.")
 
 
 def slow_ends(pairs: Sequence[Pair]) -> dict[str, tuple[float, float]]:
-    """Ends whose median bandwidth is far below that of the pairs without them: both in GiB/s."""
+    """Ends that send, or receive, far less than what the others have among themselves: both medians, in GiB/s."""
     found = {}
-    for end in dict.fromkeys(name for pair in pairs for name in (pair.a, pair.b)):
-        own = [pair.gib_per_s for pair in pairs if end in (pair.a, pair.b)]
-        others = [pair.gib_per_s for pair in pairs if end not in (pair.a, pair.b)]
-        if others and median(own) < SLOW * median(others):
-            found[end] = median(own), median(others)
+    for end in dict.fromkeys(pair.sender for pair in pairs):
+        sent = [pair.gib_per_s for pair in pairs if pair.sender == end]
+        received = [pair.gib_per_s for pair in pairs if pair.receiver == end]
+        others = [pair.gib_per_s for pair in pairs if not pair.has(end)]
+        own = min(median(sent), median(received))
+        if others and own < SLOW * median(others):
+            found[end] = own, median(others)
     return found
 
 

@@ -29,6 +29,7 @@ from headrace.launcher.processes import kill_job
 from headrace.launcher.queue import queued
 
 PROGRAM = ("-m", "headrace.launcher.doctor")
+LOG = "doctor.log"
 LAST_LINES = 8
 POLL_S = 2.0
 
@@ -87,17 +88,19 @@ def in_a_job(order: Order, nodes: int, say: Callable[[str], None], submit: Submi
             return _run(start, order, report, os.environ)
         script = work / "doctor.sh"
         environment = order.environment("doctor", {})
-        script.write_text(job_script(start, nodes, order.ranks, work / "doctor.log", environment))
+        script.write_text(job_script(start, nodes, order.ranks, work / LOG, environment))
         return _wait(submit(script), order, report, say)
 
 
 @contextmanager
 def _job_folder(folder: Path) -> Iterator[Path]:
-    """A new folder that all nodes see, beside the run folders; it stays if the ranks left no report there."""
+    """A new folder that all nodes see, beside the run folders; it stays if a job left only its log there."""
     work = Path(tempfile.mkdtemp(prefix=".doctor-", dir=existing(folder)))
-    yield work
-    if (work / "report.json").exists():
-        shutil.rmtree(work)
+    try:
+        yield work
+    finally:
+        if (work / "report.json").exists() or not (work / LOG).exists():
+            shutil.rmtree(work)
 
 
 def _run(command: Sequence[str], order: Order, report: Path, environ: Mapping[str, str]) -> Report:
@@ -142,7 +145,7 @@ def _wait(job: int, order: Order, report: Path, say: Callable[[str], None]) -> R
     finally:
         if queued([job]) and not report.exists():
             scancel(job)
-    log = report.with_name("doctor.log")
+    log = report.with_name(LOG)
     output = log.read_text(errors="replace") if log.exists() else ""
     return _report(report, f"job {job} ended and left no report; its files are in {report.parent}", output)
 
