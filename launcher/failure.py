@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.launcher.runfolder import Attempt
+from headrace.launcher.srun_output import lost_a_node, reports
 
 FULL_BYTES = 1 << 20
 """A disk with less free space than this counts as full."""
@@ -41,6 +42,8 @@ class Failure:
     last_lines: Sequence[str]
     """The end of the rank's log, or of mpirun's output; nothing where the cause says it all."""
     log: Path
+    accident: bool = False
+    """A rank or a node died: neither config nor data are to blame, and another attempt may succeed."""
 
     def __str__(self) -> str:
         lines = [f"headrace: {self.cause}"]
@@ -67,26 +70,37 @@ def first_failure(
     """
     errors = {int(file.stem.removeprefix("error_")): file for file in attempt.folder.glob("error_*.txt")}
     reported = sorted(errors, key=lambda rank: errors[rank].stat().st_mtime)
+    deaths = deaths or [rank for report in reports(output) for rank in report.ranks]
     silent = [rank for rank in deaths if rank not in errors]
     silent.sort(key=lambda rank: not _has_crashed(attempt.rank_log(rank)))
     if mpirun_signal is not None and not reported:
         cause = f"mpirun itself was ended by {_signal(mpirun_signal)}, and the ranks with it.{_hint(mpirun_signal)}"
-        return Failure(None, cause, output[-LAST_LINES:], attempt.mpirun_log)
+        return Failure(None, cause, output[-LAST_LINES:], attempt.mpirun_log, accident=True)
     suspects = silent + reported if status > 128 else reported + silent
     rank = suspects[0] if suspects else _named_rank(output)
-    if rank is None:
-        cause = f"The job ended with status {status} before any rank said why."
-        return Failure(None, cause, output[-LAST_LINES:], attempt.mpirun_log)
+    node = lost_a_node(output)
+    if rank is None or (node and rank not in errors):
+        cause = "A node was lost." if node else f"The job ended with status {status} before any rank said why."
+        return Failure(None, cause, output[-LAST_LINES:], attempt.mpirun_log, node)
     log = attempt.run / "latest" / attempt.rank_log(rank).name
     if rank in errors:
-        return Failure(rank, f"Rank {rank} failed: {_text(errors[rank])}", (), log)
-    cause = _sudden_end(rank, status)
+        accident = (attempt.folder / f"lost_{rank:03d}").exists() or node
+        return Failure(rank, f"Rank {rank} failed: {_text(errors[rank])}", (), log, accident)
+    cause = _sudden_end(_name(rank, output), status)
     if shutil.disk_usage(attempt.run).free < FULL_BYTES:
         cause += (
             f" The disk of {attempt.run} is full, so it couldn't write down why: free some space, then go on by "
             "--resume, or choose another run.dir."
         )
-    return Failure(rank, cause, _last_lines(log), log)
+    return Failure(rank, cause, _last_lines(log), log, accident=status > 128)
+
+
+def _name(rank: int, output: Sequence[str]) -> str:
+    """Where srun reports several ranks of a node at once, any of them may have been the first."""
+    report = next((report for report in reports(output) if rank in report.ranks), None)
+    if report is None:
+        return f"Rank {rank}"
+    return f"Rank {' or '.join(map(str, report.ranks))} (on {report.node})"
 
 
 def _text(file: Path) -> str:
@@ -98,10 +112,10 @@ def _named_rank(output: Sequence[str]) -> int | None:
     return next((int(match[1]) for match in matches if match), None)
 
 
-def _sudden_end(rank: int, status: int) -> str:
+def _sudden_end(name: str, status: int) -> str:
     if status <= 128:
-        return f"Rank {rank} ended first, with status {status}, and left no error."
-    return f"Rank {rank} was ended by {_signal(status - 128)}.{_hint(status - 128)}"
+        return f"{name} ended first, with status {status}, and left no error."
+    return f"{name} was ended by {_signal(status - 128)}.{_hint(status - 128)}"
 
 
 def _signal(number: int) -> str:

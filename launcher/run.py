@@ -1,11 +1,11 @@
-"""Start mpirun, watch the job, and tell how it ended.
+"""Start mpirun or srun, watch the job, and tell how it ended.
 
-    headrace run ──start──▶ mpirun ──start──▶ rank 0 … N-1
+    headrace run ──start──▶ mpirun ──start──▶ rank 0 … N-1       (or srun, see `headrace.launcher.starter`)
          │ ◀── stdout, stderr, line by line ─────┘ │
          │ ◀── rank_NNN.alive, error_NNN.txt ──────┘
          │
-         ├── Ctrl-C, SIGTERM, SIGHUP: the first asks the ranks (through mpirun) to write a checkpoint and leave;
-         │   the second, or `launch.stop_within_s`, kills them
+         ├── Ctrl-C, SIGTERM, SIGHUP, SIGUSR2: the first asks the ranks (through mpirun) to write a checkpoint and
+         │   leave; the second, or `launch.stop_within_s`, kills them
          └── a rank has failed: the others have `launch.kill_after_s` to end, then they are killed
 
 mpirun runs in a session of its own, so that a Ctrl-C of the terminal reaches the launcher only. If the launcher itself
@@ -14,8 +14,8 @@ is killed, the kernel sends SIGTERM to mpirun. After mpirun has ended no process
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import math
 import os
 import re
 import selectors
@@ -24,17 +24,18 @@ import subprocess
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import IO
 
 from headrace.comm.errors import HeadraceError
 from headrace.launcher.environment import rank_environment
 from headrace.launcher.failure import Failure, first_failure
-from headrace.launcher.mpi import MpiInstallation
-from headrace.launcher.processes import DeathWatch, kill_job
+from headrace.launcher.processes import DeathWatch
 from headrace.launcher.runfolder import Attempt, writing
+from headrace.launcher.srun_output import NOISE, reports
+from headrace.launcher.starter import Starter
+from headrace.launcher.stop import StopRequest
 
 STOPPED = 75
 """Exit status of a job that was asked to stop and left a checkpoint (EX_TEMPFAIL: try again later)."""
@@ -42,10 +43,8 @@ STOPPED = 75
 KILLED = 1
 """Exit status of a job that failed and whose other ranks then had to be killed."""
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR2)
-"""What asks the ranks to stop (see `MpiInstallation.stop_signal`), and ends one that has no handler for it yet."""
+"""What asks the ranks to stop (see `Starter.stop_signal`), and ends one that has no handler for it yet."""
 
 POLL_S = 0.1
 TAIL_LINES = 200
@@ -62,7 +61,7 @@ FRAME = re.compile(r"^-{70,}$")
 class Order:
     """What to start."""
 
-    installation: MpiInstallation
+    starter: Starter
     ranks: int
     program: Sequence[str]
     """The command line of one rank."""
@@ -83,6 +82,13 @@ class Outcome:
     """Exit status of the ranks, 128 + signal if one was killed, or if the job was stopped without a checkpoint."""
     failure: Failure | None
     """What failed first; None if nothing did, or if the job ended as asked or was killed after it was asked to stop."""
+    failed_at: float | None = None
+    """When the launcher saw a failure, by the monotonic clock."""
+
+    @property
+    def accident(self) -> bool:
+        """Whether a rank or a node died, so that another attempt may succeed."""
+        return self.failure is not None and self.failure.accident
 
 
 @dataclass
@@ -91,41 +97,44 @@ class Job:
 
     order: Order
     attempt: Attempt
+    stop: StopRequest
     on_line: Callable[[str], None]
     """Called with every line that mpirun or a rank prints."""
     on_tick: Callable[[], None]
     """Called several times a second."""
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
-    stopped_by: int | None = None
+    stopping: bool = False
+    """The ranks have been asked to stop."""
     deadline: float | None = None
     """When the job is killed, by the monotonic clock."""
     killed: bool = False
+    failed_at: float | None = None
+    """When the first sign of a failure was seen."""
     _rest: bytes = b""
     _framed: bool = False
 
     def run(self) -> Outcome:
         """Start the ranks and wait for their end."""
         with writing(self.attempt.run):
-            watch = DeathWatch(self.attempt.folder, self.order.ranks)
+            watch = DeathWatch(self.attempt.folder, self.order.ranks if self.order.starter.one_host else 0)
         process = self._start()
         assert process.stdout is not None
-        with self._handlers(process):  # to the end: a signal that comes late must not end the launcher itself
-            try:
-                with open(self.attempt.mpirun_log, "ab", buffering=0) as log:
-                    self._loop(process, process.stdout, log, watch)
-            finally:
-                kill_job(self.name)
-                process.wait()
-                watch.poll()
-                watch.close()
-            return self._outcome(process.returncode, watch)
+        try:
+            with open(self.attempt.mpirun_log, "ab", buffering=0) as log:
+                self._loop(process, process.stdout, log, watch)
+        finally:
+            self.order.starter.kill(self.name)
+            process.wait()
+            watch.poll()
+            watch.close()
+        return self._outcome(process.returncode, watch)
 
     def _start(self) -> subprocess.Popen[bytes]:
         order = self.order
         environment = rank_environment(order.environ, order.threads, self.name)
-        environment |= {**order.installation.environment, **order.extra}
-        command = [*order.installation.command(order.ranks), *order.program]
+        environment |= {**order.starter.environment(self.name), **order.extra}
+        command = [*order.starter.command(order.ranks, self.name), *order.program]
         try:
             return subprocess.Popen(
                 command,
@@ -137,7 +146,7 @@ class Job:
                 preexec_fn=_end_with_parent,
             )
         except OSError as error:
-            raise HeadraceError(f"{order.installation.mpirun} can't be started: {error.strerror}.") from error
+            raise HeadraceError(f"{order.starter.program} can't be started: {error.strerror}.") from error
 
     def _loop(self, process: subprocess.Popen[bytes], pipe: IO[bytes], log: IO[bytes], watch: DeathWatch) -> None:
         os.set_blocking(pipe.fileno(), False)
@@ -149,7 +158,7 @@ class Job:
                 watch.poll()
                 if pipe in ready and not self._read(pipe, log):
                     selector.unregister(pipe)
-                self._keep_limits()
+                self._keep_limits(process)
                 self.on_tick()
         self._read(pipe, log)
         if rest := self._rest.rstrip(b"\0"):  # Open MPI ends its last message so
@@ -170,50 +179,40 @@ class Job:
         self.tail.append(line)
         if FRAME.match(line):
             self._framed = not self._framed
-        elif not self._framed and not BANNER.match(line):
+        elif not self._framed and not BANNER.match(line) and not NOISE.match(line):
             self.on_line(line)
 
-    def _keep_limits(self) -> None:
+    def _keep_limits(self, process: subprocess.Popen[bytes]) -> None:
         now = time.monotonic()
-        if self.deadline is None and self._failing():
-            self.deadline = now + self.order.kill_after_s
-        if self.deadline is not None and now >= self.deadline and not self.killed:
+        if self.stop.signum is not None and not self.stopping:
+            self.stopping = True
+            self.deadline = now + self.order.stop_within_s
+            process.send_signal(self.order.starter.stop_signal)
+        if self.failed_at is None and self._failing():
+            self.failed_at = now
+            self.deadline = min(self.deadline or math.inf, now + self.order.kill_after_s)
+        late = self.deadline is not None and now >= self.deadline
+        if (late or self.stop.at_once) and not self.killed:
             self.killed = True
-            kill_job(self.name)
+            self.order.starter.kill(self.name)
 
     def _failing(self) -> bool:
-        return self._has_errors() or any("BAD TERMINATION" in line for line in self.tail)
+        return self._has_errors() or any("BAD TERMINATION" in line for line in self.tail) or any(reports(self.tail))
 
     def _has_errors(self) -> bool:
         return any(self.attempt.folder.glob("error_*.txt"))
-
-    @contextlib.contextmanager
-    def _handlers(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
-        def stop(signum: int, _: FrameType | None) -> None:
-            if self.stopped_by is not None:
-                self.deadline = 0.0
-                return
-            self.stopped_by = signum
-            self.deadline = time.monotonic() + self.order.stop_within_s
-            process.send_signal(self.order.installation.stop_signal)
-
-        before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _outcome(self, returncode: int, watch: DeathWatch) -> Outcome:
         status = exit_status(returncode, self.tail)
         if status == 0:
             return Outcome(0, None)
-        if self.stopped_by is not None and not self._failed_while_stopping(status):
-            return Outcome(STOPPED if status == STOPPED else 128 + self.stopped_by, None)
-        status = KILLED if self.killed else status
+        if self.stop.signum is not None and not self._failed_while_stopping(status):
+            return Outcome(STOPPED if status == STOPPED else 128 + self.stop.signum, None)
+        status = KILLED if self.killed and not any(reports(self.tail)) else status
         # Only a signal to mpirun itself gives a negative code: when one ends a rank, mpirun exits with a status.
         mpirun_signal = -returncode if returncode < 0 and not self.killed else None
-        return Outcome(status, first_failure(self.attempt, status, watch.deaths, list(self.tail), mpirun_signal))
+        failure = first_failure(self.attempt, status, watch.deaths, list(self.tail), mpirun_signal)
+        return Outcome(status, failure, self.failed_at or time.monotonic())
 
     def _failed_while_stopping(self, status: int) -> bool:
         """Whether the ranks, asked to stop, ended by an error or a crash of their own, for instance on a full disk."""
@@ -224,9 +223,12 @@ class Job:
 def exit_status(returncode: int, output: Sequence[str]) -> int:
     """The status as a shell gives it: 128 + number where a signal ended a rank, or mpirun itself.
 
-    MPICH's mpirun ends with the bare number of the signal and says so in its last lines."""
+    MPICH's mpirun ends with the bare number of the signal and says so in its last lines. srun ends with the largest
+    status, perhaps of a rank that it has killed itself; the one that it reports first counts."""
     if returncode < 0:
         return 128 - returncode
+    if returncode and (first := next(reports(output), None)):
+        return first.status
     killed = any("EXIT STRING" in line and f"(signal {returncode})" in line for line in output)
     return 128 + returncode if killed else returncode
 

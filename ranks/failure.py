@@ -2,7 +2,8 @@
 
 Every rank has one log, `RUN/attempt_NN/rank_NNN.log`, with all that it and its libraries write. A rank that fails
 leaves `error_NNN.txt` beside it (one paragraph for a user's mistake, a traceback for a defect) and aborts the whole
-job, so that no other rank waits for it; the launcher quotes the earliest of these files.
+job, so that no other rank waits for it; the launcher quotes the earliest of these files. A rank that fails since it has
+lost others leaves `lost_NNN`, too: the launcher may start the job again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from headrace.comm.errors import HeadraceError
+from headrace.comm.errors import HeadraceError, PeerLostError, WaitLimitError
+
+LAUNCHER = "launcher.json"
+"""What a launcher leaves in the folder of its attempt before it starts the ranks."""
 
 FAILED = 1
 """Exit status of a failed rank."""
@@ -38,10 +42,9 @@ def announce(folder: Path, rank: int) -> bool:
     Returns whether a launcher is there."""
     (folder / f"rank_{rank:03d}.pid").write_text(f"{os.getpid()}\n", encoding="utf-8")
     alive = folder / f"rank_{rank:03d}.alive"
-    if not alive.is_fifo():
-        return False
-    os.open(alive, os.O_RDWR)  # kept until the process ends; for reading too, so that it never blocks
-    return True
+    if alive.is_fifo():
+        os.open(alive, os.O_RDWR)  # kept until the process ends; for reading too, so that it never blocks
+    return alive.is_fifo() or (folder / LAUNCHER).is_file()
 
 
 class Failure:
@@ -53,19 +56,22 @@ class Failure:
         self.quoted = False
         """Whether a launcher shows the file to the user."""
         self._file = folder / f"error_{rank:03d}.txt"
+        self._lost = folder / f"lost_{rank:03d}"
         self._abort = abort
         self._lock = threading.Lock()
 
     def __call__(self, error: BaseException) -> NoReturn:
         with self._lock:
             text = error_text(error)
-            self._tell(text)
+            self._tell(text, isinstance(error, PeerLostError | WaitLimitError))
             self._abort(FAILED)
             os._exit(FAILED)
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, text: str, others_to_blame: bool) -> None:
         try:
             print(text, file=sys.stderr, flush=True)
+            if others_to_blame:
+                self._lost.touch()
             temporary = self._file.with_suffix(".writing")
             temporary.write_text(text + "\n", encoding="utf-8")
             temporary.replace(self._file)

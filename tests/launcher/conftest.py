@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 from headrace.comm.errors import HeadraceError
 from headrace.launcher.config import load
-from headrace.launcher.start import run_job, with_ranks
+from headrace.launcher.crew import with_ranks
+from headrace.launcher.start import run_job
 config, fake, ranks, resume, *overrides = sys.argv[1:]
 loaded = with_ranks(load(Path(config), overrides), int(ranks))
 sys.exit(run_job(loaded, resume == "resume", False, (fake,)))

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.launcher.config import Config, validate
-from headrace.launcher.start import crowded, is_finished
+from headrace.launcher.start import is_finished
+from headrace.launcher.supervise import crowded
 from headrace.train.checkpoint import CheckpointStore
 
 

@@ -1,0 +1,192 @@
+"""What starts the ranks, as `launch.starter` says.
+
+    here      mpirun on this machine, which knows nothing of any Slurm
+    mpirun    mpirun over the nodes of the Slurm job that the launcher runs in; its daemons come by srun
+    srun      one srun step over these nodes
+
+All three are used alike by `headrace.launcher.run`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from headrace.comm.errors import ConfigError
+from headrace.launcher.allocation import Allocation, place, ranks_per_node
+from headrace.launcher.config import LaunchConfig
+from headrace.launcher.mpi import Family, MpiInstallation
+from headrace.launcher.processes import kill_job
+
+PMI: dict[Family, str] = {"openmpi": "pmix", "mpich": "pmi2"}
+"""The process management interface that each family's library speaks under srun."""
+
+TEARDOWN_S = 60
+"""When the first rank has left, the others have so long to leave, too."""
+
+
+class Starter(Protocol):
+    """A program that starts the ranks and ends with their status."""
+
+    @property
+    def program(self) -> Path: ...
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks run on the launcher's own host, so that it can watch their processes."""
+
+    @property
+    def stop_signal(self) -> signal.Signals:
+        """What the program passes on to every rank without ending them itself."""
+
+    def describe(self) -> str: ...
+
+    def environment(self, job: str) -> dict[str, str]:
+        """What the program and the ranks need; `job` is the mark of the job's processes."""
+
+    def command(self, ranks: int, job: str) -> list[str]:
+        """The start of the command line; the program of the ranks and its arguments follow."""
+
+    def kill(self, job: str) -> None:
+        """End every process of the job at once, on every host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """mpirun on this machine."""
+
+    installation: MpiInstallation
+    one_host: bool = True
+
+    @property
+    def program(self) -> Path:
+        return self.installation.mpirun
+
+    @property
+    def stop_signal(self) -> signal.Signals:
+        return self.installation.stop_signal
+
+    def describe(self) -> str:
+        return self.installation.describe()
+
+    def environment(self, job: str) -> dict[str, str]:
+        return dict(self.installation.environment)
+
+    def command(self, ranks: int, job: str) -> list[str]:
+        return self.installation.command(ranks)
+
+    def kill(self, job: str) -> None:
+        kill_job(job)
+
+
+@dataclass(frozen=True, slots=True)
+class InJob:
+    """What both starters over the nodes of a Slurm job have in common."""
+
+    installation: MpiInstallation
+    allocation: Allocation
+    nodes: tuple[str, ...]
+    """Those of the allocation that get ranks."""
+
+    @property
+    def one_host(self) -> bool:
+        return False
+
+    def environment(self, job: str) -> dict[str, str]:
+        return {**self.installation.environment, **self.allocation.environ, "SLURM_JOB_NAME": job}
+
+    def kill(self, job: str) -> None:
+        self.allocation.end_steps(job)
+        kill_job(job)
+
+
+@dataclass(frozen=True, slots=True)
+class JobMpirun(InJob):
+    """mpirun over the nodes of the job; it starts its daemons by an srun of its own."""
+
+    @property
+    def program(self) -> Path:
+        return self.installation.mpirun
+
+    @property
+    def stop_signal(self) -> signal.Signals:
+        return self.installation.stop_signal
+
+    def describe(self) -> str:
+        return f"{self.installation.describe()} on {len(self.nodes)} nodes of job {self.allocation.job}"
+
+    def command(self, ranks: int, job: str) -> list[str]:
+        slots = dict(zip(self.nodes, ranks_per_node(ranks, len(self.nodes)), strict=False))
+        return self.installation.command_on(ranks, slots, self.allocation.here, job)
+
+
+@dataclass(frozen=True, slots=True)
+class Srun(InJob):
+    """One srun step."""
+
+    program: Path
+    pmi: str
+    cpus_per_rank: int
+    options: Sequence[str]
+    """Of the site, after all others."""
+    stop_signal: signal.Signals = signal.SIGUSR2
+    """srun takes SIGTERM as an order to kill the step."""
+
+    def describe(self) -> str:
+        mpi = f"{self.installation.kind}, --mpi={self.pmi}"
+        return f"srun ({mpi}) on {len(self.nodes)} nodes of job {self.allocation.job}"
+
+    def command(self, ranks: int, job: str) -> list[str]:
+        """Everything is said explicitly: srun takes what is left out from variables, which may be those of another
+        job, and since Slurm 22.05 it doesn't take `--cpus-per-task` from sbatch."""
+        return [
+            str(self.program),
+            f"--job-name={job}",
+            f"--mpi={self.pmi}",
+            f"--ntasks={ranks}",
+            *self._placed(ranks),
+            f"--cpus-per-task={self.cpus_per_rank}",
+            "--mem=0",
+            "--export=ALL",
+            "--kill-on-bad-exit=1",
+            f"--wait={TEARDOWN_S}",
+            "--unbuffered",
+            *self.options,
+        ]
+
+    def _placed(self, ranks: int) -> list[str]:
+        """One node filled after the other. Where the numbers differ, srun wants the node of every rank."""
+        counts = ranks_per_node(ranks, len(self.nodes))
+        if counts[0] != counts[-1]:
+            return ["--distribution=arbitrary", f"--nodelist={','.join(place(ranks, self.nodes))}"]
+        nodes = f"--nodelist={','.join(self.nodes[: len(counts)])}"
+        return [f"--nodes={len(counts)}", f"--ntasks-per-node={counts[0]}", "--distribution=block", nodes]
+
+
+def srun_starter(
+    installation: MpiInstallation,
+    allocation: Allocation,
+    nodes: tuple[str, ...],
+    launch: LaunchConfig,
+    environ: Mapping[str, str],
+) -> Srun:
+    """
+    Raises:
+        ConfigError: there is no srun.
+    """
+    found = shutil.which("srun", path=environ.get("PATH"))
+    if found is None:
+        raise ConfigError("launch.starter: srun, but there is no srun on PATH. Use launch.starter=mpirun or here.")
+    return Srun(
+        installation=installation,
+        allocation=allocation,
+        nodes=nodes,
+        program=Path(found),
+        pmi=launch.pmi or PMI[installation.family],
+        cpus_per_rank=launch.cpus_per_rank,
+        options=launch.srun_options,
+    )
