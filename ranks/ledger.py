@@ -11,6 +11,8 @@ A lost ticket, and one that its generator returns, goes back first in line, to b
 
 A ledger owns the ticket numbers k ≡ index (mod number of ledgers). Each grant spends a credit; there are C in all
 (`LedgerSpec.credits`), dealt round-robin over the ledgers at the start and, as groups are trained, at publications.
+While finished groups pile up, some earned credits stay in reserve: groups that are begun later are younger when they
+are trained.
 A ticket's deadline is `reserved + D`: `reserved` is the newest version published when it was granted and, once its
 start is reported, the version that really began it.
 
@@ -63,6 +65,11 @@ class Ledger:
         self._oldest, self._most_credits = spec.oldest, spec.credits
         self._escrow = 0
         self._undealt = 0
+        """Credits earned since the last publication."""
+        self._reserve = 0
+        """Credits that wait outside the window."""
+        self._window = spec.credits
+        """So many credits, free or spent, are in play over all ledgers; all compute it alike."""
         self._deal_next = 0
         self._fresh = index
         self._returned: list[tuple[int, int]] = []
@@ -357,7 +364,7 @@ class Ledger:
             unfinished={deadline: count for deadline, count in self._unfinished.items() if count},
             chosen=self._chosen,
             credits=self.credits + self._escrow,
-            undealt=self._undealt,
+            undealt=self._undealt + self._reserve,
             offer=self._escrow,
             wants=min(self.parked, numbers),
             numbers=numbers,
@@ -476,8 +483,25 @@ class Ledger:
             self.published = self.step
             earned = max(0, self._undealt)
             self._undealt -= earned
-            self._deal(earned)
+            self._reserve += earned
+        self._deal_reserve()
         self._saved = self._save()
+
+    def adapt(self, left: int) -> None:
+        """A step was formed that left so many finished groups over. More than two steps' worth are work done too early,
+        which only gets old: a little less is begun. With less than one step's worth trainers may have to wait: more."""
+        size = self.spec.groups_per_step
+        if left < size:
+            self._window = min(self._most_credits, self._window + size)
+        elif left > 2 * size:
+            self._window = max(2 * size, self._window - -(-(left - 2 * size) // 10))
+
+    def _deal_reserve(self) -> None:
+        """Deal earned credits as long as those in play, here and elsewhere, are within the window."""
+        in_play = self.spec.credits_at(self.step) - self._undealt - self._reserve
+        dealt = max(0, min(self._reserve, self._window - in_play))
+        self._reserve -= dealt
+        self._deal(dealt)
 
     def _deal(self, credits: int) -> None:
         """Credits for all ledgers, one each in turn, from where the last deal stopped: every ledger counts alike."""

@@ -322,7 +322,9 @@ class LedgerNode:
 
     @property
     def _credit_pause(self) -> float:
-        """At least so long between rounds that only move credits or asks."""
+        """At least so long between rounds that only move credits or asks, unless the step waits for that."""
+        if self._watch.lacks_groups:
+            return SHORTEST_PAUSE_S
         messages = len(self._ranks) * (len(self._ranks) - 1).bit_length()
         rounds = max(CREDIT_ROUNDS, self.spec.groups_per_step // max(1, messages))
         return max(SHORTEST_PAUSE_S, self._step_s / rounds)
@@ -399,6 +401,7 @@ class LedgerNode:
             self.phase = Phase.TRAINING
         elif taken is not None:
             self._take(taken, chosen)
+            self.ledger.adapt(sum(sum(s.finished.values()) for s in standings) - self._batch_size)
         self._send_news()
         self._redirect(standings)
         self._watch_from(standings, moves)

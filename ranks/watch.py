@@ -59,6 +59,11 @@ class Watch:
         return self._wants > 0 and self._credits > 0 and self._same_step
 
     @property
+    def lacks_groups(self) -> bool:
+        """What is outstanding doesn't make a step: only new grants do."""
+        return self._finished.total() + self._unfinished.total() < self._spec.groups_per_step
+
+    @property
     def _same_step(self) -> bool:
         return max(self._steps.values()) == len(self.standings)
 

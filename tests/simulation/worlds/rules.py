@@ -122,7 +122,7 @@ class Rules:
         found = sum(ledger.credits + ledger._escrow + len(ledger._tickets) for ledger in ledgers)
         spec, step = self._world.spec, ledgers[0].step
         expected = max(0, min(self._credits, (spec.steps - step) * spec.groups_per_step))
-        expect(found + ledgers[0]._undealt == expected, f"{found} credits and outstanding, not {expected}")
+        expect(found + ledgers[0].standing().undealt == expected, f"{found} credits and outstanding, not {expected}")
 
     def _check_asks(self) -> None:
         asked: Counter[int] = Counter()
