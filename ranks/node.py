@@ -70,6 +70,8 @@ SHORTEST_PAUSE_S = 0.010
 """Between the beginnings of two rounds, but for sharing what was chosen."""
 LONGEST_PAUSE_S = 0.500
 """After that a round begins whatever happens; where steps are long, after half a step."""
+SLOWEST_ROUND_S = 30.0
+"""There is a round at least so often, however long the steps are."""
 CREDIT_ROUNDS = 4
 """Rounds per step in which credits may move at least; more while they cost less than one message per trained group."""
 
@@ -222,7 +224,7 @@ class LedgerNode:
             return self._began + SHORTEST_PAUSE_S
         if (self._is_watcher and self._watch.credits_meet_asks) or self._may_redirect:
             return self._began + self._credit_pause
-        return self._began + max(LONGEST_PAUSE_S, self._step_s / 2)
+        return self._began + max(LONGEST_PAUSE_S, min(self._step_s / 2, SLOWEST_ROUND_S))
 
     # What the trainer says and asks
 
@@ -327,7 +329,7 @@ class LedgerNode:
             return SHORTEST_PAUSE_S
         messages = len(self._ranks) * (len(self._ranks) - 1).bit_length()
         rounds = max(CREDIT_ROUNDS, self.spec.groups_per_step // max(1, messages))
-        return max(SHORTEST_PAUSE_S, self._step_s / rounds)
+        return max(SHORTEST_PAUSE_S, min(self._step_s, SLOWEST_ROUND_S) / rounds)
 
     @property
     def _has_news(self) -> bool:

@@ -175,8 +175,9 @@ class World:
     # Ledgers
 
     def tick(self, i: int) -> None:
+        """The next round of this ledger is due: here it may begin at any time."""
         self.touched = i
-        self.now += 1.0
+        self.now = max(self.now + 1.0, self.nodes[i].next_tick() or 0.0)
         self.nodes[i].tick(self.now)
 
     def arrive(self, source: int, target: int) -> None:
@@ -198,9 +199,12 @@ class World:
     # Generators
 
     def _weights_events(self, g: Generator) -> Iterator[Event]:
+        """Versions may be late, and skipped."""
         if g.version == self.version or self._is_deaf(g.rank):
             return
-        yield ("switches", g.rank)
+        for version in range(g.version + 1, self.version + 1):
+            if self.is_published(version):
+                yield ("switches", g.rank, version)
         if self.budget["skips"] and self._others_hear(g.rank):
             yield ("skips", g.rank)
 
@@ -224,8 +228,8 @@ class World:
     def _others_hear(self, rank: int) -> bool:
         return any(other != rank and not self._is_deaf(other) for other in self.alive)
 
-    def switches(self, rank: int) -> None:
-        self.alive[rank].version = self.version
+    def switches(self, rank: int, version: int) -> None:
+        self.alive[rank].version = version
 
     def skips(self, rank: int) -> None:
         """The newest version never arrives there."""
