@@ -34,11 +34,12 @@ def check_data_here(config: Config) -> None:
 
 def check_data_of_ranks(config: Config) -> None:
     """Check in a process with the Python, the environment and the folder of the ranks, so that the same imports work.
+    What is in a container is left to the ranks.
 
     Raises:
         DataError: what is wrong, as a rank would say it; with a traceback if it is the user's own code that failed.
     """
-    if config.rollout.engine == "latency":
+    if config.rollout.engine == "latency" or config.launch.contained:
         return
     command = [str(config.launch.python or sys.executable), "-m", "headrace.ranks.preflight"]
     environment = rank_environment(os.environ, 1, "preflight") | config.launch.env

@@ -1,4 +1,4 @@
-"""The command line: `headrace run | debug | config | export | doctor | status | cancel`."""
+"""The command line: `headrace run | submit | debug | config | export | doctor | status | cancel`."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; `
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]…", help="Values that replace those of the file.")
 ]
+Continue = Annotated[bool, typer.Option("--continue", help="--resume if the run has begun, else begin it.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run from its newest checkpoint.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="If the run folder exists, use a new one: NAME-2, NAME-3, …")]
 Ranks = Annotated[
@@ -80,12 +81,49 @@ def run(
     ranks: Ranks = None,
     resume: Resume = False,
     fresh: Fresh = False,
+    go_on: Continue = False,
 ) -> None:
-    """Train: start the ranks by mpirun on this machine and show how the run goes."""
+    """Train: start the ranks, by mpirun on this machine unless launch.starter says otherwise, and show how it goes."""
     from headrace.launcher.crew import with_ranks
+    from headrace.launcher.runfolder import has_begun
     from headrace.launcher.start import run_job
 
-    raise typer.Exit(run_job(with_ranks(load(config, overrides or ()), ranks), resume, fresh))
+    loaded = with_ranks(load(config, overrides or ()), ranks)
+    raise typer.Exit(run_job(loaded, resume or (go_on and has_begun(loaded.run.folder)), fresh))
+
+
+@app.command()
+def submit(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    profile: Annotated[
+        str, typer.Option("--profile", metavar="NAME|PATH", help="The cluster: cpu, nvidia, ascend, or a YAML file.")
+    ] = "cpu",
+    nodes: Annotated[int, typer.Option("--nodes", "-N", min=1, help="Nodes for the ranks.")] = 1,
+    spare_nodes: Annotated[
+        int, typer.Option("--spare-nodes", min=0, help="More nodes, to take the place of lost ones.")
+    ] = 0,
+    ranks: Ranks = None,
+    sweep: Annotated[
+        list[str] | None, typer.Option("--sweep", metavar="KEY.PATH=A,B", help="An array of runs, one per value.")
+    ] = None,
+    after: Annotated[str | None, typer.Option("--after", metavar="JOB", help="Start once it has ended well.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the script; write and send nothing.")] = False,
+    resume: Resume = False,
+    fresh: Fresh = False,
+) -> None:
+    """Train as a job of Slurm: write its script into the run folder, and send it."""
+    from headrace.launcher.profile import load_profile
+    from headrace.launcher.submit import Wish, prepare
+
+    wish = Wish(config, overrides or (), nodes, spare_nodes, ranks, sweep or (), after, resume, fresh)
+    submission = prepare(wish, load_profile(profile))
+    if dry_run:
+        typer.echo(submission.script, nl=False)
+        return
+    submission.write()
+    job = submission.send()
+    typer.echo(f"job {job}: {submission.file}\nits output: {submission.logs(job)}")
 
 
 @app.command()

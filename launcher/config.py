@@ -64,6 +64,10 @@ class LaunchConfig(Section):
     """If a node is lost and no spare one is left, go on with fewer generators. Otherwise, and always in a deterministic
     run at `max_staleness: 0`, the job ends with status 75, to be queued again."""
 
+    visible: str | None = None
+    """Variable that tells a library which devices of its node a rank may use, where Slurm sets none, for instance
+    `ASCEND_RT_VISIBLE_DEVICES`. The ranks set it to what Slurm has given to the job on their node."""
+
     env: dict[str, str] = {}
     """Environment variables of the ranks, set after the launcher has cleaned the environment."""
 
@@ -73,6 +77,11 @@ class LaunchConfig(Section):
 
     kill_after_s: float = Field(10.0, gt=0, le=25)
     """When a rank has failed, the others have so long to end, in seconds; then they are killed."""
+
+    @property
+    def contained(self) -> bool:
+        """Whether the ranks run in a container, so that their Python can't be tried out here."""
+        return bool(self.wrap) or any(option.startswith("--container") for option in self.srun_options)
 
 
 class Config(JobConfig):

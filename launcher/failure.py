@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.launcher.runfolder import Attempt
-from headrace.launcher.srun_output import lost_a_node, reports
+from headrace.launcher.srun_output import is_garbled, lost_a_node, reports
 
 FULL_BYTES = 1 << 20
 """A disk with less free space than this counts as full."""
@@ -21,6 +21,11 @@ LOG_END_BYTES = 20_000
 
 CRASHED = "Fatal Python error: "
 """What Python's fault handler writes into the log of a rank that a SIGSEGV, SIGBUS, SIGABRT or SIGFPE ends."""
+
+GARBLED = (
+    "MPICH's ranks couldn't start, since Slurm's pmi2 plugin cut what they told each other. It happens by chance: "
+    "start again, or use launch.starter=mpirun, which doesn't need the plugin."
+)
 
 NAMED_RANK = (
     re.compile(r"noticed that process rank (\d+) with PID"),
@@ -79,6 +84,8 @@ def first_failure(
     suspects = silent + reported if status > 128 else reported + silent
     rank = suspects[0] if suspects else _named_rank(output)
     node = lost_a_node(output)
+    if is_garbled(output):
+        return Failure(None, GARBLED, output[-LAST_LINES:], attempt.mpirun_log, accident=True)
     if rank is None or (node and rank not in errors):
         cause = "A node was lost." if node else f"The job ended with status {status} before any rank said why."
         return Failure(None, cause, output[-LAST_LINES:], attempt.mpirun_log, node)

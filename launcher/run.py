@@ -33,7 +33,7 @@ from headrace.launcher.environment import rank_environment
 from headrace.launcher.failure import Failure, first_failure
 from headrace.launcher.processes import DeathWatch
 from headrace.launcher.runfolder import Attempt, writing
-from headrace.launcher.srun_output import NOISE, reports
+from headrace.launcher.srun_output import NOISE, is_garbled, reports
 from headrace.launcher.starter import Starter
 from headrace.launcher.stop import StopRequest
 
@@ -197,7 +197,8 @@ class Job:
             self.order.starter.kill(self.name)
 
     def _failing(self) -> bool:
-        return self._has_errors() or any("BAD TERMINATION" in line for line in self.tail) or any(reports(self.tail))
+        ended = any("BAD TERMINATION" in line for line in self.tail) or any(reports(self.tail))
+        return ended or self._has_errors() or is_garbled(self.tail)
 
     def _has_errors(self) -> bool:
         return any(self.attempt.folder.glob("error_*.txt"))

@@ -121,6 +121,11 @@ def is_barren(run: Path) -> bool:
     return (run / "config.yaml").is_file() and not read_rows(run / "metrics.jsonl") and not checkpoints(run)
 
 
+def has_begun(run: Path) -> bool:
+    """Whether there is something to resume."""
+    return (run / "config.yaml").is_file() and not is_barren(run)
+
+
 def check_resume(config: Config) -> list[str]:
     """The changes, as `key old → new`, with which the run in the config's folder is to go on.
 
@@ -232,6 +237,13 @@ def writing(run: Path) -> AbstractContextManager[None]:
 
 def _attempt_numbers(run: Path) -> list[int]:
     return [int(folder.name.removeprefix("attempt_")) for folder in run.glob("attempt_*[0-9]")]
+
+
+def write_text(run: Path, name: str, text: str) -> None:
+    """Write a file into a run folder, which is made if it isn't there."""
+    with writing(run):
+        run.mkdir(parents=True, exist_ok=True)
+        _write(run / name, text)
 
 
 def _write(file: Path, text: str) -> None:

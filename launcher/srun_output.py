@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 REPORT = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (?:Exited with exit code (\d+)|(.+))$")
 LOST_NODE = re.compile(r"Node failure on (\S+)|NODE_FAIL|DUE TO NODE FAILURE")
+GARBLED = re.compile(r"^slurmstepd-?\S*: error: mpi/pmi2: invalid client request")
+"""Slurm's plugin cuts what MPICH writes now and then, at the end of its buffer (seen with 22.05); the start hangs."""
 NOISE = re.compile(
     r"^(srun: error: \S+: tasks? |srun: launch/slurm: _step_signal|srun: Force Terminated|srun: got SIG"
-    r"|srun: forcing job termination|srun: Job step aborted|slurmstepd-?\S*: error: \*\*\* STEP )"
+    r"|srun: forcing job termination|srun: Job step aborted|slurmstepd-?\S*: error: (\*\*\* STEP |mpi/pmi2: )|cmd=put )"
 )
 """Lines about ranks that end; the launcher tells their end in its own words."""
 
@@ -45,6 +47,11 @@ def reports(output: Iterable[str]) -> Iterator[Report]:
 def lost_a_node(output: Iterable[str]) -> bool:
     """Whether Slurm ended the step since one of its nodes failed."""
     return any(map(LOST_NODE.search, output))
+
+
+def is_garbled(output: Iterable[str]) -> bool:
+    """Whether MPICH and Slurm didn't understand each other, by chance."""
+    return any(map(GARBLED.match, output))
 
 
 def _status_of(words: str) -> int:

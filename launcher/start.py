@@ -80,7 +80,7 @@ def check_inputs(config: Config) -> None:
         if file is not None and not file.is_file():
             raise DataError(f"{key}: there is no file {file} (seen from {Path.cwd()}).")
     python = config.launch.python
-    if python is not None and not os.access(python, os.X_OK):
+    if python is not None and not config.launch.contained and not os.access(python, os.X_OK):
         raise ConfigError(f"launch.python: {python} isn't a program that can be started.")
 
 

@@ -1,0 +1,226 @@
+"""`headrace submit`: one job script, readable before it is sent, that runs a config on a cluster.
+
+    CONFIG + profile ──▶ runs/NAME/config.yaml (resolved)    ┐
+                         runs/NAME/job.sbatch (the script)   ┴──▶ sbatch ──▶ job id, kept in runs/NAME/slurm_job
+
+A sweep is an array of such runs, one folder each, under one script in runs/NAME.sweep.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from headrace.comm.errors import ConfigError, HeadraceError
+from headrace.launcher.allocation import ranks_per_node
+from headrace.launcher.config import Config, apply_override, dump, read_yaml, validate
+from headrace.launcher.crew import with_ranks
+from headrace.launcher.environment import clean
+from headrace.launcher.profile import SBATCH, Profile
+from headrace.launcher.queue import ask
+from headrace.launcher.record import record_job
+from headrace.launcher.runfolder import check_new, check_resume, fresh_config, is_barren, write_text, writing
+from headrace.launcher.start import check_inputs
+
+TEMPLATE = "job.sbatch.j2"
+SCRIPT = "job.sbatch"
+UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What somebody wants to have run."""
+
+    config: Path
+    overrides: Sequence[str] = ()
+    nodes: int = 1
+    spare_nodes: int = 0
+    ranks: int | None = None
+    """In all; none takes what the config says."""
+    sweep: Sequence[str] = ()
+    """`key.path=value,value,…`, each a dimension."""
+    after: str | None = None
+    """The job starts once this one has ended well."""
+    resume: bool = False
+    fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A job script with the configs of its runs; nothing is written yet."""
+
+    configs: Sequence[Config]
+    folder: Path
+    """Where script and output of the job go: the run folder, or that of the sweep."""
+    script: str
+
+    @property
+    def file(self) -> Path:
+        return self.folder / SCRIPT
+
+    def write(self) -> None:
+        """Write the script, and each run's config into its folder."""
+        for config in self.configs:
+            write_text(config.run.folder, "config.yaml", dump(config))
+        write_text(self.folder, SCRIPT, self.script)
+
+    def send(self) -> str:
+        """Hand the written script to Slurm.
+
+        Returns:
+            the id of the job.
+
+        Raises:
+            HeadraceError: Slurm refuses it, with its words.
+        """
+        code, output, error = ask(["sbatch", "--parsable", str(self.file)], sbatch_environment(os.environ))
+        if code:
+            told = " ".join(error.split()).removeprefix("sbatch: error: ")
+            raise HeadraceError(f"Slurm doesn't take the job: {told} The script is {self.file}.")
+        job = output.split(";")[0]
+        if len(self.configs) == 1:
+            with writing(self.folder):
+                record_job(self.folder, int(job))
+        return job
+
+    def logs(self, job: str) -> Path:
+        """What the job prints, for a job id."""
+        return self.folder / (f"slurm-{job}.out" if len(self.configs) == 1 else f"slurm-{job}_*.out")
+
+
+def prepare(wish: Wish, profile: Profile) -> Submission:
+    """Check everything that can be checked here, and render the script.
+
+    Raises:
+        HeadraceError: the config, its files, or what is asked of the cluster can't be used.
+    """
+    configs = [_with_folder(config, wish) for config in _configs(wish, profile)]
+    first = configs[0]
+    for config in configs:
+        check_inputs(config)
+    single = len(configs) == 1
+    folder = first.run.folder if single else Path("runs") / f"{_name(wish, profile)}.sweep"
+    return Submission(configs, folder, render(configs, folder, wish, profile))
+
+
+def _with_folder(config: Config, wish: Wish) -> Config:
+    """Choose and check the run folder, as `headrace run` does."""
+    config = fresh_config(config) if wish.fresh else config
+    if wish.resume and not is_barren(config.run.folder):
+        check_resume(config)
+    else:
+        check_new(config)
+    return config
+
+
+def _configs(wish: Wish, profile: Profile) -> Iterator[Config]:
+    for settings in itertools.product(*map(_dimension, wish.sweep)):
+        config = _load(wish, profile, settings)
+        if settings:
+            suffix = "-".join(UNSAFE.sub("-", setting.replace("=", "-")) for setting in settings)
+            run = config.run.model_copy(update={"name": f"{config.run.name}-{suffix}", "dir": None})
+            config = config.model_copy(update={"run": run})
+        yield config
+
+
+def _dimension(sweep: str) -> list[str]:
+    """`train.lr=1e-6,3e-6` → [`train.lr=1e-6`, `train.lr=3e-6`]."""
+    key, equals, values = sweep.partition("=")
+    if not equals or not all(values.split(",")):
+        raise ConfigError(f"--sweep {sweep!r}: write key.path=value,value, for instance train.lr=1e-6,3e-6.")
+    return [f"{key}={value}" for value in values.split(",")]
+
+
+def _load(wish: Wish, profile: Profile, settings: Sequence[str]) -> Config:
+    """The config with what the profile says about starting it; the user's own word counts more."""
+    tree = read_yaml(wish.config)
+    for override in (*wish.overrides, *settings):
+        apply_override(tree, override)
+    tree["launch"] = profile.launch() | (tree.get("launch") or {})
+    tree["launch"] |= {"starter": profile.starter, "nodes": wish.nodes}
+    return with_ranks(validate(tree, str(wish.config)), wish.ranks)
+
+
+def _name(wish: Wish, profile: Profile) -> str:
+    return _load(wish, profile, ()).run.name
+
+
+def render(configs: Sequence[Config], folder: Path, wish: Wish, profile: Profile) -> str:
+    """The job script.
+
+    Raises:
+        ConfigError: the ranks don't fit on the nodes.
+    """
+    loader = jinja2.FileSystemLoader(SBATCH)
+    environment = jinja2.Environment(
+        loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True, autoescape=False
+    )
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    environment.filters["double_quote"] = _double_quote
+    return environment.get_template(TEMPLATE).render(
+        script=folder / SCRIPT,
+        directives=list(_directives(configs, folder, wish, profile)),
+        runs=[config.run.folder for config in configs],
+        setup=profile.lines(),
+        environment=profile.variables(),
+        headrace=shlex.join([sys.executable, "-m", "headrace.launcher"]),
+        requeues=profile.requeues,
+    )
+
+
+def _double_quote(value: str) -> str:
+    """For bash, with variables left in."""
+    return '"' + re.sub(r'(["`\\])', r"\\\1", value) + '"'
+
+
+def _directives(configs: Sequence[Config], folder: Path, wish: Wish, profile: Profile) -> Iterator[str]:
+    first, array = configs[0], len(configs) > 1
+    yield f"--job-name={folder.name}"
+    yield f"--chdir={shlex.quote(str(Path.cwd()))}"
+    yield f"--output={folder.absolute() / ('slurm-%A_%a.out' if array else 'slurm-%j.out')}"
+    yield "--open-mode=append"
+    yield f"--nodes={wish.nodes + wish.spare_nodes}"
+    yield f"--ntasks-per-node={_most_per_node(configs, wish, profile)}"
+    yield f"--cpus-per-task={first.launch.cpus_per_rank}"
+    yield f"--time={profile.time}"
+    options = {"partition": profile.partition, "account": profile.account, "gres": profile.gres, "mem": profile.mem}
+    yield from (f"--{name}={value}" for name, value in options.items() if value is not None)
+    if profile.exclusive:
+        yield "--exclusive"
+    yield f"--signal=B:USR2@{profile.warn_s}"
+    yield "--requeue"
+    yield "--no-kill"
+    if array:
+        yield f"--array=0-{len(configs) - 1}"
+    if wish.after is not None:
+        yield f"--dependency=afterok:{wish.after}"
+    yield from profile.options
+
+
+def _most_per_node(configs: Sequence[Config], wish: Wish, profile: Profile) -> int:
+    most = 0
+    for config in configs:
+        ranks = config.ranks.trainers + config.ranks.generators
+        if ranks < wish.nodes:
+            raise ConfigError(f"--nodes {wish.nodes} is more than the {ranks} ranks: a node would have nothing to do.")
+        most = max(most, *ranks_per_node(ranks, wish.nodes))
+    if profile.devices_per_node is not None and most > profile.devices_per_node:
+        raise ConfigError(
+            f"{most} ranks on a node, but it has {profile.devices_per_node} devices (devices_per_node of the profile). "
+            "Give more --nodes, or fewer ranks by -n, ranks.generators or ranks.trainers."
+        )
+    return most
+
+
+def sbatch_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without what is left of other jobs, which sbatch would hand on to this one. What it takes from SBATCH_* stays."""
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+    return clean(environ) | {name: environ[name] for name in kept if name in environ}
