@@ -15,7 +15,7 @@ answered → taken, or cancelled at any point.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -48,6 +48,8 @@ class SampleStore:
     """The finished groups of one rank. Every method may be called by any thread."""
 
     def __init__(self) -> None:
+        self.on_put: Callable[[Group], None] = lambda group: None
+        """Called with every group that is put, by the thread that puts it."""
         self._groups: dict[GroupKey, Group] = {}
         self._bytes = 0
         self._peak_bytes = 0
@@ -66,6 +68,7 @@ class SampleStore:
             self._groups[group.key] = group
             self._bytes += group.nbytes
             self._peak_bytes = max(self._peak_bytes, self._bytes)
+        self.on_put(group)
 
     def get(self, keys: Iterable[GroupKey], fields: Sequence[str] | None = None) -> dict[GroupKey, list[Trajectory]]:
         """The samples of groups; their columns are read-only views. A field that wasn't asked for is empty.

@@ -1,7 +1,7 @@
 """The archive: the groups that generators have made, on disk until a checkpoint makes them dispensable.
 
     generator's main thread ── put(group) ──▶ queue ──▶ writer thread
-    courier ── cover(settled) ─────────────▶             │ at most once a second
+    courier ── Covered ────────────────────▶             │ often: up to 20 times a second
                                                          ▼
                                            small segments, a few groups each
                                                          │ 30 s, 64 MiB, a checkpoint or the end: made one, synced
@@ -10,8 +10,8 @@
                                                                             in a durable checkpoint
 
 A segment is written whole under another name and then renamed, so there is never half of one, whenever the process is
-killed: at most the groups of the last second are lost. It has one writer and needs no locks. Names are launch of the
-run, rank and a running number.
+killed: no more is lost than the groups of the last moment, of about a second on a slow disk. A segment has one writer
+and needs no locks. Names are launch of the run, rank and a running number.
 
     HDF5 file        for people and other tools: a group TICKET_ATTEMPT with one dataset per column, the samples one
                      after the other, and `header`, their lengths, rewards and texts as msgpack (`comm.columns`)
@@ -33,15 +33,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
 import xxhash
 
 from headrace.comm.columns import Group, GroupKey, pack_groups, unpack_groups
+from headrace.comm.messages import Covered, Message
 from headrace.comm.trajectory import Trajectory
-from headrace.comm.transport import Buffer
+from headrace.comm.transport import Buffer, Received
 
 MIB = 1 << 20
 
@@ -49,8 +50,10 @@ SEGMENT_BYTES = 64 * MIB
 SEGMENT_S = 30.0
 """Small segments are made one when they are together this large, or the first of them is this old, in seconds."""
 
-PAUSE_S = 1.0
-"""Between two small segments, so that a parallel file system isn't flooded with files, in seconds."""
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+PAUSE = 20
+"""After a small segment the writer pauses so many times as long as writing took, within these bounds, in seconds: it
+takes little of the processor, and doesn't flood a slow file system with files."""
 
 QUEUE_BYTES = 256 * MIB
 """Most that waits for the disk; what comes then isn't archived."""
@@ -258,8 +261,17 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
+def settled_by(covered: Covered) -> Callable[[int], bool]:
+    """Whether a ticket is settled for good."""
+    numbers, open_ = covered.next_numbers, set(covered.open)
+    return lambda ticket: ticket < numbers[ticket % len(numbers)] and ticket not in open_
+
+
 class ArchiveWriter:
-    """The thread that writes one generator's segments. `put` and `cover` never wait for the disk."""
+    """The thread that writes one generator's segments, and the service that learns what checkpoints cover. Nothing here
+    waits for the disk."""
+
+    handles: ClassVar[tuple[type[Message], ...]] = (Covered,)
 
     def __init__(
         self, files: ArchiveFiles, on_error: Callable[[BaseException], None], say: Callable[[str], None]
@@ -287,11 +299,14 @@ class ArchiveWriter:
                 self._waiting.append(Record(group, finished))
         self._wake.set()
 
-    def cover(self, settled: Callable[[int], bool]) -> None:
-        """A durable checkpoint has settled these tickets, for good."""
+    def receive(self, received: Received, now: float) -> None:
+        assert isinstance(received.message, Covered)
         with self._lock:
-            self._settled = settled
+            self._settled = settled_by(received.message)
         self._wake.set()
+
+    def tick(self, now: float) -> None:
+        """Nothing happens by itself."""
 
     def close(self) -> None:
         """Write what is there and end; `closed` tells when. Nothing may be put after this."""
@@ -307,8 +322,10 @@ class ArchiveWriter:
             while not self._closing.is_set():
                 self._wake.wait(min(max(0.0, self._files.due - time.monotonic()), SEGMENT_S))
                 self._wake.clear()
+                began = time.monotonic()
                 self._turn()
-                self._closing.wait(PAUSE_S)
+                took = time.monotonic() - began
+                self._closing.wait(min(max(PAUSE * took, SHORTEST_PAUSE_S), LONGEST_PAUSE_S))
             self._turn(last=True)
         except BaseException as error:
             self._on_error(error)

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from headrace.comm.exchange import SampleStore
+from headrace.comm.messages import Salvaged
 from headrace.comm.weights import Publisher, Subscriber
 from headrace.comm.weights_mpi import MpiPublisher, MpiSubscriber
+from headrace.ranks.archive import ArchiveFiles, ArchiveWriter, read_share
 from headrace.ranks.config import JobConfig
 from headrace.ranks.courier import Courier
+from headrace.ranks.journal import JOURNAL, JournalWriter, read_journal
 from headrace.ranks.learner import LatencyLearner, Learner, PolicyLearner
-from headrace.ranks.recovery import Restored
-from headrace.ranks.run import GeneratorRank, Rank, TrainerRank
+from headrace.ranks.recovery import Restored, read_ledgers
+from headrace.ranks.resume import await_plan, gather_salvaged, held_group, make_plan, tell_plan
+from headrace.ranks.run import ARCHIVE, GeneratorRank, Rank, TrainerRank, ledger_spec
 from headrace.ranks.tasks import (
     data_facts,
     environment_of,
@@ -27,6 +33,7 @@ from headrace.ranks.tasks import (
     ticket_order,
     warm_examples,
 )
+from headrace.ranks.tickets import LedgerSpec, LedgerState
 from headrace.rollout.engines import make_engine
 from headrace.rollout.prompts import PromptEncoder
 from headrace.rollout.task import Environment
@@ -162,10 +169,17 @@ def start_step_of(config: JobConfig, resume: bool) -> int:
     return steps[-1] if steps else 0
 
 
+def launch_of(config: JobConfig, start_step: int) -> int:
+    """How often a run that goes on from this step was started before, as far as its archive knows."""
+    journal = config.run.folder / ARCHIVE / JOURNAL
+    return read_journal(journal).next_launch if config.checkpoint.archive and start_step else 0
+
+
 def build_generator(rank: Rank, data: Data, links: Links) -> Parts:
     """A generator; its engine is made when the main loop starts, so that the courier answers meanwhile."""
     config = rank.config
-    generator = GeneratorRank(rank, make_subscriber(rank, links))
+    store, archive = _open_archive(rank)
+    generator = GeneratorRank(rank, make_subscriber(rank, links), store, archive)
 
     def main() -> Iterator[None]:
         rank.main.set("making the engine")
@@ -188,6 +202,29 @@ def build_generator(rank: Rank, data: Data, links: Links) -> Parts:
     return Parts(generator.courier, generator.wait, main)
 
 
+def _open_archive(rank: Rank) -> tuple[SampleStore, ArchiveWriter | None]:
+    """The groups of this generator's share of the archive, of which it tells trainer 0, and what writes its own."""
+    store = SampleStore()
+    if not rank.config.checkpoint.archive:
+        return store, None
+    shares = len(rank.roles.generators)
+    segments = list(read_share(rank.archive, rank.launch, rank.index, shares)) if rank.start_step else []
+    groups = {group.key: group for segment in segments for group in segment.groups}
+    for sentence in (sentence for segment in segments for sentence in segment.damaged):
+        complain(sentence)
+    for key, group in groups.items():
+        store.put(*key, group.trajectories)
+    if rank.start_step:
+        rank.transport.send(rank.roles.trainers[0], Salvaged([held_group(group) for group in groups.values()]))
+    files = ArchiveFiles(rank.archive, rank.launch, rank.rank, segments)
+    return store, ArchiveWriter(files, rank.on_error, complain)
+
+
+def complain(sentence: str) -> None:
+    """A line in the log of this rank."""
+    print(sentence, file=sys.stderr, flush=True)
+
+
 def _longest(config: JobConfig, data: Data) -> int | None:
     """Longest prompt of all tasks plus longest response: a deterministic engine computes so much for every slot."""
     if data.environment is None or data.encoder is None:
@@ -200,10 +237,10 @@ def build_trainer(rank: Rank, data: Data, links: Links) -> Parts:
     """A trainer, from the checkpoint if the run goes on; its engine is made when the main loop starts."""
     config = rank.config
     store = CheckpointStore(config.run.folder / "checkpoints", config.checkpoint.keep)
-    restored = Restored.at(store, rank.start_step)
     tasks = config.data.size if data.environment is None else len(data.environment.tasks)
-    tickets = ticket_order(config, tasks).tickets
-    trainer = TrainerRank(rank, make_publisher(rank, links), tickets, restored.ledger)
+    spec = ledger_spec(config, ticket_order(config, tasks).tickets)
+    restored = _restore(rank, store, spec)
+    trainer = TrainerRank(rank, make_publisher(rank, links), spec, restored, _open_journal(rank, restored.step))
 
     def main() -> Iterator[None]:
         rank.main.set("making the training engine")
@@ -211,6 +248,36 @@ def build_trainer(rank: Rank, data: Data, links: Links) -> Parts:
         yield from trainer.main(learner, store)
 
     return Parts(trainer.courier, trainer.wait, main)
+
+
+def _restore(rank: Rank, store: CheckpointStore, spec: LedgerSpec) -> Restored:
+    """What the run starts from; trainer 0 finds it out together with the generators and tells the other trainers."""
+    if rank.start_step == 0:
+        return Restored()
+    folder, leads = store.path(rank.start_step), rank.index == 0
+    if not rank.config.checkpoint.archive:
+        return Restored(folder, LedgerState.merge(read_ledgers(folder)))
+    limit = rank.config.run.wait_limit_s
+    if not leads:
+        plan = await_plan(rank.transport, rank.roles, rank.early, limit)
+        return Restored(folder, plan.ledger, plan.replay)
+    held = gather_salvaged(rank.transport, rank.roles, rank.early, limit)
+    journal = read_journal(rank.archive / JOURNAL)
+    plan = make_plan(read_ledgers(folder), journal, held, spec, len(rank.roles.trainers))
+    tell_plan(rank.transport, rank.roles, plan)
+    rank.say(plan.describe(held))
+    return Restored(folder, plan.ledger, plan.replay)
+
+
+def _open_journal(rank: Rank, step: int) -> JournalWriter | None:
+    """Trainer 0's, from here on. Before the first checkpoint, or without an archive, what an earlier launch has left of
+    one is void."""
+    if rank.index != 0:
+        return None
+    keeps = rank.config.checkpoint.archive
+    if not keeps or rank.start_step == 0:
+        shutil.rmtree(rank.archive, ignore_errors=True)
+    return JournalWriter(rank.archive / JOURNAL, rank.launch, step, rank.on_error, complain) if keeps else None
 
 
 def _make_learner(rank: Rank, data: Data, links: Links, restored: Restored) -> Learner:

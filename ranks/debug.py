@@ -16,7 +16,16 @@ from pathlib import Path
 from types import FrameType
 
 from headrace.comm.simulated import SimulatedNetwork
-from headrace.ranks.build import Links, Parts, build_generator, build_trainer, limit_threads, load_data, start_step_of
+from headrace.ranks.build import (
+    Links,
+    Parts,
+    build_generator,
+    build_trainer,
+    launch_of,
+    limit_threads,
+    load_data,
+    start_step_of,
+)
 from headrace.ranks.config import JobConfig
 from headrace.ranks.courier import LONGEST_NAP_S
 from headrace.ranks.heartbeat import MainState
@@ -50,6 +59,7 @@ def run_debug(config: JobConfig, folder: Path, resume: bool, say: Callable[[str]
             roles,
             MainState(),
             start_step,
+            launch_of(config, start_step),
             errors.append,
             say,
             heartbeats=False,
@@ -58,7 +68,8 @@ def run_debug(config: JobConfig, folder: Path, resume: bool, say: Callable[[str]
     ]
     if config.rollout.engine != "latency":
         limit_threads(ranks[0])
-    parts = [build_trainer(ranks[0], data, Links()), build_generator(ranks[1], data, Links())]
+    generator = build_generator(ranks[1], data, Links())  # first: the trainer waits for what it holds
+    parts = [build_trainer(ranks[0], data, Links()), generator]
     with _stop_on_signals(ranks[0].stop), _couriers(parts, errors):
         _take_turns([part.main() for part in parts], errors)
     return ranks[0].stop.is_set()

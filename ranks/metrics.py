@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from headrace.comm.messages import GeneratorCounters, StepReport
-from headrace.ranks.tickets import NO_VARIANCE, OVERDUE, FormedStep, TicketCounts
+from headrace.ranks.tickets import NO_VARIANCE, OVERDUE, FormedGroup, FormedStep, TicketCounts
 
 TICKETS = ("issued", "trained", "dropped", "failed", "outstanding", "returned")
 
@@ -73,6 +73,7 @@ def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 class _Pending:
     reports: dict[int, StepReport] = field(default_factory=dict)
     record: dict[str, Any] | None = None
+    groups: Sequence[FormedGroup] = ()
 
 
 class MetricsGatherer:
@@ -81,6 +82,8 @@ class MetricsGatherer:
     def __init__(self, file: MetricsFile, trainers: int, start_step: int) -> None:
         self.written = start_step - 1
         """Last step (0, 1, …) whose line is written."""
+        self.on_written: Callable[[int, Sequence[FormedGroup], list[StepReport]], None] = lambda *_: None
+        """Called after that with the step, its batch and the reports of all trainers, by index."""
         self._file = file
         self._trainers = trainers
         self._steps: dict[int, _Pending] = {}
@@ -90,8 +93,9 @@ class MetricsGatherer:
     def close(self) -> None:
         self._file.close()
 
-    def record(self, step: int, line: dict[str, Any]) -> None:
-        self._steps.setdefault(step, _Pending()).record = line
+    def record(self, step: int, line: dict[str, Any], groups: Sequence[FormedGroup] = ()) -> None:
+        pending = self._steps.setdefault(step, _Pending())
+        pending.record, pending.groups = line, groups
         self._complete(step)
 
     def report(self, source: int, report: StepReport) -> None:
@@ -102,10 +106,11 @@ class MetricsGatherer:
         pending = self._steps[step]
         if pending.record is None or len(pending.reports) < self._trainers:
             return
-        reports = list(pending.reports.values())
+        reports = [report for _, report in sorted(pending.reports.items())]
         self._file.write(pending.record | self._merge(reports))
         self.written = step
         del self._steps[step]
+        self.on_written(step, pending.groups, reports)
 
     def _merge(self, reports: Sequence[StepReport]) -> dict[str, Any]:
         now = time.monotonic()

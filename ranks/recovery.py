@@ -11,19 +11,19 @@ The ledgers' states are those of the end of the same step, so weights, optimizer
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from headrace.comm.messages import CheckpointBegin, CheckpointPart
+from headrace.comm.messages import CheckpointBegin, CheckpointPart, Covered
 from headrace.ranks.courier import Courier
 from headrace.ranks.heartbeat import MainState
 from headrace.ranks.learner import Learner
 from headrace.ranks.node import LedgerNode
 from headrace.ranks.shutdown import until
-from headrace.ranks.tickets import LedgerState
+from headrace.ranks.tickets import FormedStep, LedgerState
 from headrace.ranks.topology import RoleMap
 from headrace.ranks.trainer import LeaderDesk, TrainerDesk
 from headrace.train.checkpoint import CheckpointStore, read_state
@@ -46,7 +46,9 @@ class Checkpoints:
         main: MainState,
         limit_s: float,
         start_step: int,
+        on_durable: Callable[[int, list[LedgerState]], None],
     ) -> None:
+        """`on_durable`: on trainer 0, called with the step and the ledgers' states after a checkpoint is durable."""
         self.written = start_step
         """The step of the newest checkpoint that this rank took part in; every trainer knows the same."""
         self._store = store
@@ -58,6 +60,7 @@ class Checkpoints:
         self._learner = learner
         self._main = main
         self._limit = limit_s
+        self._on_durable = on_durable
 
     def write(self, step: int) -> None:
         """Write the checkpoint of `step` optimizer steps; every trainer calls it at the same step."""
@@ -87,8 +90,9 @@ class Checkpoints:
             return f"the part of {', '.join(absent)} of the checkpoint of step {step}"
 
         self._wait(lambda: len(leader.parts) == len(self._roles.trainers), missing)
-        ledgers = [msgspec.msgpack.decode(leader.parts[rank]) for rank in self._roles.trainers]
-        self._store.commit(step, {"ledgers": ledgers})
+        states = [msgspec.msgpack.decode(leader.parts[rank], type=LedgerState) for rank in self._roles.trainers]
+        self._store.commit(step, {"ledgers": states})
+        self._on_durable(step, states)
 
     def _send(self, target: int, message: CheckpointBegin | CheckpointPart) -> None:
         self._courier.submit(lambda: self._courier.transport.send(target, message))
@@ -98,21 +102,33 @@ class Checkpoints:
             time.sleep(POLL_S)
 
 
+def covered_by(states: Sequence[LedgerState]) -> Covered:
+    """What a checkpoint with these ledgers has settled."""
+    whole = LedgerState.merge(states)  # without owners: all that isn't settled is returned
+    return Covered([number for _, number in whole.next_numbers], [number for number, _ in whole.returned])
+
+
+def read_ledgers(folder: Path) -> list[LedgerState]:
+    """The ledgers' states of a checkpoint.
+
+    Raises:
+        DataError: a file of it isn't what was written.
+    """
+    return msgspec.convert(read_state(folder)["ledgers"], list[LedgerState], strict=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Restored:
     """What a run starts from."""
 
-    folder: Path | None
+    folder: Path | None = None
     """Of the checkpoint; None at the very beginning."""
-    ledger: LedgerState | None
-    """Of all ledgers together; groups that were finished but not trained went with their generators' memory, so their
-    tickets are granted again."""
+    ledger: LedgerState | None = None
+    """Of all ledgers together."""
+    replay: Sequence[FormedStep] = ()
+    """Steps that are trained again before the ledgers go on."""
 
-    @staticmethod
-    def at(store: CheckpointStore, step: int) -> Restored:
-        """The state after `step` optimizer steps."""
-        if step == 0:
-            return Restored(None, None)
-        folder = store.path(step)
-        saved = msgspec.convert(read_state(folder)["ledgers"], list[LedgerState], strict=False)
-        return Restored(folder, LedgerState.merge(saved))
+    @property
+    def step(self) -> int:
+        """Where the ledgers go on."""
+        return 0 if self.ledger is None else self.ledger.step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,23 @@ from headrace.comm.messages import EvalResult, Evaluating
 from headrace.comm.service import Service
 from headrace.comm.transport import Received, Transport
 from headrace.comm.weights import Publisher, Subscriber
+from headrace.ranks.archive import ArchiveWriter
 from headrace.ranks.config import JobConfig
 from headrace.ranks.courier import Courier
 from headrace.ranks.evaluation import EvaluationFile, evaluate_share
 from headrace.ranks.failed_groups import FailedGroups, failure_limit
 from headrace.ranks.generator import GeneratorDesk, GeneratorLoop
 from headrace.ranks.heartbeat import Heartbeats, MainState
+from headrace.ranks.journal import JournalWriter
 from headrace.ranks.learner import Learner
 from headrace.ranks.metrics import MetricsFile, MetricsGatherer
 from headrace.ranks.node import LedgerNode
-from headrace.ranks.recovery import Checkpoints
+from headrace.ranks.recovery import Checkpoints, Restored, covered_by
+from headrace.ranks.replay import Replay
 from headrace.ranks.samples import SampleLog
 from headrace.ranks.shutdown import await_stop, end_generator, lead_end, until
 from headrace.ranks.tasks import Scorer, TaskSource
-from headrace.ranks.tickets import LedgerSpec, LedgerState
+from headrace.ranks.tickets import FormedGroup, LedgerSpec, LedgerState
 from headrace.ranks.topology import RoleMap
 from headrace.ranks.trainer import LeaderDesk, StepBatch, TrainerDesk, TrainerLoop
 from headrace.rollout.engine import Engine, SamplingParams
@@ -39,6 +42,9 @@ from headrace.train.checkpoint import CheckpointStore
 
 PROGRESS_S = 5.0
 """How often an evaluation says that it goes on, in seconds."""
+
+ARCHIVE = "archive"
+"""Folder in the run folder."""
 
 IDLE_S = 0.25
 """Longest sleep of a main thread with nothing to do; the courier's news end it."""
@@ -57,6 +63,9 @@ class Rank:
     roles: RoleMap
     main: MainState
     start_step: int
+    """Optimizer steps in the checkpoint that the run goes on from; 0 at the beginning."""
+    launch: int
+    """How often the run was started before."""
     on_error: Callable[[BaseException], None]
     say: Callable[[str], None]
     """Shows a line on the terminal; only rank 0 uses it."""
@@ -72,6 +81,11 @@ class Rank:
     @property
     def index(self) -> int:
         return self.roles.index(self.rank)
+
+    @property
+    def archive(self) -> Path:
+        """The folder of the archive."""
+        return self.folder / ARCHIVE
 
     def courier(self, services: list[Service]) -> Courier:
         run = self.config.run
@@ -92,14 +106,19 @@ class Rank:
 class GeneratorRank:
     """A generator: its services first, its engine (slow to make) when the courier runs already."""
 
-    def __init__(self, rank: Rank, subscriber: Subscriber) -> None:
+    def __init__(self, rank: Rank, subscriber: Subscriber, store: SampleStore, archive: ArchiveWriter | None) -> None:
+        """`store`: with what it has of earlier launches. `archive`: takes what is put into the store from now on."""
         self._rank = rank
         self._subscriber = subscriber
-        self._store = SampleStore()
+        self._store = store
+        self._archive = archive
         self._nap_s = IDLE_S
         self._said_at = 0.0
         self._desk = GeneratorDesk(rank.transport, rank.roles)
-        self.courier = rank.courier([self._desk, ExchangeOwner(rank.transport, self._store), subscriber])
+        services: list[Service] = [self._desk, ExchangeOwner(rank.transport, self._store), subscriber]
+        self.courier = rank.courier(services + ([archive] if archive else []))
+        if archive is not None:
+            self._store.on_put = archive.put
 
     def main(self, engine: Engine, tasks: TaskSource, scorer: Scorer) -> Iterator[None]:
         """The main loop, from the first weights to the end of the run."""
@@ -147,6 +166,9 @@ class GeneratorRank:
                 self._nap_s = SOON_S if loop.waits else IDLE_S
                 yield
         yield from end_generator(loop, self._desk, rank.roles.trainers[0], evaluate if evaluates else None, limit)
+        if (archive := self._archive) is not None:
+            archive.close()
+            yield from until(lambda: archive.closed, limit, lambda: "the disk to take the archive")
         yield from await_stop(self._desk, 2 * limit)
 
     def wait(self) -> None:
@@ -161,33 +183,39 @@ class TrainerRank:
         self,
         rank: Rank,
         publisher: Publisher,
-        tickets: int | None,
-        state: LedgerState | None,
+        spec: LedgerSpec,
+        restored: Restored,
+        journal: JournalWriter | None,
     ) -> None:
+        """`journal`: trainer 0 has one, if the run keeps an archive."""
         self._rank = rank
         self._publisher = publisher
-        spec = ledger_spec(rank.config, tickets)
+        self._restored = restored
+        self._journal = journal
         transport, roles = rank.transport, rank.roles
-        self._node = LedgerNode(spec, rank.index, list(roles.trainers), list(roles.generators), transport.send, state)
+        generators = list(roles.generators)
+        self._node = LedgerNode(spec, rank.index, list(roles.trainers), generators, transport.send, restored.ledger)
         failed = FailedGroups(self._node, failure_limit(spec, len(roles.trainers)))
-        consumer = ExchangeConsumer(transport)
+        self._consumer = consumer = ExchangeConsumer(transport)
         self._desk = TrainerDesk(transport, self._node, consumer, failed, rank.index)
         self._leader = self._make_leader() if rank.index == 0 else None
         services: list[Service] = [failed, self._node, consumer, self._desk, publisher]
         self.courier = rank.courier(services + ([self._leader] if self._leader else []))
 
     def _make_leader(self) -> LeaderDesk:
-        rank = self._rank
-        file = MetricsFile(rank.folder, rank.start_step)
-        leader = LeaderDesk(MetricsGatherer(file, len(rank.roles.trainers), rank.start_step))
-        evaluations = EvaluationFile(rank.folder, rank.start_step)
+        rank, step = self._rank, self._restored.step
+        leader = LeaderDesk(MetricsGatherer(MetricsFile(rank.folder, step), len(rank.roles.trainers), step))
+        if self._journal is not None:
+            leader.metrics.on_written = self._journal.trained
+        evaluations = EvaluationFile(rank.folder, step)
         leader.on_evaluation = lambda label: _write_evaluation(rank, leader, evaluations, label)
         return leader
 
     def main(self, learner: Learner, checkpoint_store: CheckpointStore) -> Iterator[None]:
         """The main loop, from the first publication to the end of the run."""
         rank, config, leader = self._rank, self._rank.config, self._leader
-        limit = config.run.wait_limit_s
+        limit, start_step = config.run.wait_limit_s, self._restored.step
+        mask_age = self._node.spec.oldest if config.ledger.overdue == "mask" else None
         checkpoints = Checkpoints(
             checkpoint_store,
             rank.roles,
@@ -199,8 +227,9 @@ class TrainerRank:
             rank.main,
             limit,
             rank.start_step,
+            self._cover,
         )
-        samples = SampleLog(rank.folder, rank.start_step, config.run.keep_samples) if leader else None
+        samples = SampleLog(rank.folder, start_step, config.run.keep_samples) if leader else None
 
         def on_step(batch: StepBatch, step: int) -> None:
             if samples is not None:
@@ -223,15 +252,22 @@ class TrainerRank:
             publisher=self._publisher,
             main=rank.main,
             steps=config.run.steps,
-            start_step=rank.start_step,
+            start_step=start_step,
             publish_every=config.weights.publish_every,
-            mask_age=self._node.spec.oldest if config.ledger.overdue == "mask" else None,
+            mask_age=mask_age,
             wait_limit_s=limit,
             on_step=on_step,
             on_end=on_end,
             record=self._record if leader else None,
+            journals=config.checkpoint.archive,
         )
+        if self._restored.replay:
+            self._publisher.publish(rank.start_step, learner.export(rank.start_step))
+            replay = Replay(rank.index, self.courier, self._consumer, learner, rank.main, mask_age, limit)
+            yield from replay.run(self._restored.replay)
         loop.start()
+        if self._restored.replay:
+            checkpoints.write(start_step)
         stopping = False
         while not loop.done:
             if rank.stop.is_set() and not stopping:
@@ -246,15 +282,26 @@ class TrainerRank:
         yield from await_stop(self._desk, 2 * limit, lambda: self._desk.evaluated_at)
         if leader is not None:
             self.courier.call(leader.metrics.close, limit)
+        if self._journal is not None:
+            self._journal.close()
 
     def wait(self) -> None:
         self.courier.news.wait(IDLE_S)
         self.courier.news.clear()
 
-    def _record(self, step: int, line: dict[str, Any]) -> None:
+    def _record(self, step: int, line: dict[str, Any], groups: Sequence[FormedGroup]) -> None:
         assert self._leader is not None
         metrics = self._leader.metrics
-        self.courier.submit(lambda: metrics.record(step, line))
+        self.courier.submit(lambda: metrics.record(step, line, groups))
+
+    def _cover(self, step: int, states: list[LedgerState]) -> None:
+        """A checkpoint is durable: journal and archive needn't hold what it has settled."""
+        if self._journal is None:
+            return
+        self._journal.covered(step)
+        covered = covered_by(states)
+        for generator in self._rank.roles.generators:
+            self.courier.submit(lambda target=generator: self.courier.transport.send(target, covered))  # type: ignore[misc]
 
 
 def sampling_params(config: JobConfig, tasks: TaskSource) -> SamplingParams:

@@ -24,11 +24,12 @@ class SampleLog:
         """Write the first `keep` samples, taken from as many groups as possible."""
         one_of_each = filter(None, chain.from_iterable(zip_longest(*groups)))
         for sample in islice(one_of_each, self._keep):
-            ticket, index, _ = sample.unit
+            ticket, index, attempt = sample.unit
             line = {
                 "step": step,
                 "ticket": ticket,
                 "sample": index,
+                "attempt": attempt,
                 "reward": sample.reward,
                 "born": sample.born,
                 "newest": int(sample.versions.max()),

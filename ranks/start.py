@@ -30,7 +30,7 @@ import yaml
 from headrace.comm.errors import WaitLimitError
 from headrace.comm.messages import Hello
 from headrace.comm.mpi import MpiTransport, check_threads, check_world
-from headrace.ranks.build import build_generator, build_trainer, link, load_data, start_step_of
+from headrace.ranks.build import build_generator, build_trainer, launch_of, link, load_data, start_step_of
 from headrace.ranks.config import JobConfig
 from headrace.ranks.failure import Failure, announce, open_log
 from headrace.ranks.heartbeat import LEAVING, MainState
@@ -111,7 +111,8 @@ def _run(
     data = load_data(config)
     transport = MpiTransport(comm)
     hello = Hello(socket.gethostname(), _facts(config) | data.facts)
-    welcome, early = meet(transport, hello, start_step_of(config, resume), config.run.wait_limit_s)
+    start_step = start_step_of(config, resume)
+    welcome, early = meet(transport, hello, start_step, launch_of(config, start_step), config.run.wait_limit_s)
     roles = plan_roles(welcome.hosts, config.ranks)
 
     def say(text: str) -> None:
@@ -126,6 +127,7 @@ def _run(
         roles=roles,
         main=MainState(),
         start_step=welcome.start_step,
+        launch=welcome.launch,
         on_error=fail,
         say=say,
         early=early,

@@ -18,8 +18,10 @@ from headrace.comm.transport import Received, Transport
 POLL_S = 0.002
 
 
-def meet(transport: Transport, hello: Hello, start_step: int, limit_s: float) -> tuple[Welcome, list[Received]]:
-    """Introduce this rank and wait for rank 0's answer.
+def meet(
+    transport: Transport, hello: Hello, start_step: int, launch: int, limit_s: float
+) -> tuple[Welcome, list[Received]]:
+    """Introduce this rank and wait for rank 0's answer. `start_step` and `launch` count on rank 0.
 
     Returns:
         the answer, and messages that came in early and belong to the courier.
@@ -30,7 +32,7 @@ def meet(transport: Transport, hello: Hello, start_step: int, limit_s: float) ->
     """
     early: list[Received] = []
     if transport.rank == 0:
-        welcome = _gather(transport, hello, start_step, limit_s)
+        welcome = _gather(transport, hello, start_step, launch, limit_s)
         for rank in range(1, transport.size):
             transport.send(rank, welcome)
         _await(transport, early, lambda: transport.pending == 0, limit_s, "Rank 0 couldn't answer the other ranks")
@@ -42,7 +44,7 @@ def meet(transport: Transport, hello: Hello, start_step: int, limit_s: float) ->
     return welcome, early
 
 
-def _gather(transport: Transport, own: Hello, start_step: int, limit_s: float) -> Welcome:
+def _gather(transport: Transport, own: Hello, start_step: int, launch: int, limit_s: float) -> Welcome:
     hellos = {0: own}
     deadline = time.monotonic() + limit_s
     while len(hellos) < transport.size:
@@ -58,7 +60,7 @@ def _gather(transport: Transport, own: Hello, start_step: int, limit_s: float) -
             )
         time.sleep(POLL_S)
     ordered = [hellos[rank] for rank in range(transport.size)]
-    return Welcome([hello.host for hello in ordered], start_step, disagreement(ordered))
+    return Welcome([hello.host for hello in ordered], start_step, disagreement(ordered), launch)
 
 
 def disagreement(hellos: list[Hello]) -> str | None:

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
 from msgspec.structs import replace
 
 from headrace.comm.errors import WaitLimitError
@@ -44,7 +45,7 @@ from headrace.ranks.heartbeat import MainState
 from headrace.ranks.learner import Learner
 from headrace.ranks.metrics import MetricsGatherer, batch_metrics, ticket_totals
 from headrace.ranks.node import LedgerNode
-from headrace.ranks.tickets import FormedStep
+from headrace.ranks.tickets import FormedGroup, FormedStep
 from headrace.ranks.topology import RoleMap
 
 Key = tuple[int, int]
@@ -221,9 +222,12 @@ class TrainerLoop:
         wait_limit_s: float,
         on_step: Callable[[StepBatch, int], None],
         on_end: Callable[[int], None],
-        record: Callable[[int, dict[str, object]], None] | None,
+        record: Callable[[int, dict[str, object], Sequence[FormedGroup]], None] | None,
+        journals: bool,
     ) -> None:
-        """`mask_age`: tokens older than so many optimizer steps are masked out of the loss; None masks none."""
+        """`mask_age`: tokens older than so many optimizer steps are masked out of the loss; None masks none.
+        `record`: on trainer 0, takes its part of a line of metrics, and the batch. `journals`: report the ledger's
+        state after every step, too."""
         self.done = False
         self.version = start_step
         self._roles = roles
@@ -242,6 +246,7 @@ class TrainerLoop:
         self._on_step = on_step
         self._on_end = on_end
         self._record = record
+        self._journals = journals
         self._ended_at = self._free_at = time.monotonic()
 
     def start(self) -> None:
@@ -331,10 +336,11 @@ class TrainerLoop:
                 float(sum(age.sum() for age in ages)),
                 sum(len(age) for age in ages),
                 dict(self._node.counters),
+                msgspec.msgpack.encode(self._node.state()) if self._journals else b"",
             )
             self._courier.transport.send(self._roles.trainers[0], report)
 
         self._courier.submit(send)
         if self._record is not None:
             line = {"step": step + 1, "version": self.version} | batch_metrics(batch.formed, times["wall"]) | stats
-            self._record(step, line)
+            self._record(step, line, batch.formed.groups)

@@ -183,7 +183,7 @@ def test_small_segments_become_one(tmp_path, monkeypatch):
 def test_what_is_put_is_written_by_the_thread_and_what_is_too_much_for_the_disk_is_told(tmp_path, monkeypatch):
     errors: list[BaseException] = []
     said: list[str] = []
-    monkeypatch.setattr(archive, "PAUSE_S", 0.01)
+    monkeypatch.setattr(archive, "SHORTEST_PAUSE_S", 0.001)
     monkeypatch.setattr(archive, "QUEUE_BYTES", 2.5 * group(0).nbytes)
     files = ArchiveFiles(tmp_path / "archive", 0, 1)
     waits = Group((9, 0), [], {})

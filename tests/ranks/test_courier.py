@@ -188,7 +188,7 @@ def meet_in_threads(network, facts, limit=5.0, absent=()):
 
     def one(rank):
         try:
-            results[rank] = meet(network.transport(rank), Hello(f"host{rank}", facts(rank)), 3, limit)
+            results[rank] = meet(network.transport(rank), Hello(f"host{rank}", facts(rank)), 3, 2, limit)
         except HeadraceError as error:
             results[rank] = error
 
@@ -204,7 +204,7 @@ def test_all_ranks_learn_all_hosts_and_the_step_to_start_from():
     results = meet_in_threads(SimulatedNetwork(4), lambda rank: {"data": "x"})
     for welcome, early in results.values():
         assert welcome.hosts == ["host0", "host1", "host2", "host3"]
-        assert welcome.start_step == 3
+        assert (welcome.start_step, welcome.launch) == (3, 2)
         assert not any(isinstance(received.message, Heartbeat) for received in early)
 
 

@@ -1,0 +1,111 @@
+"""What was finished when a run was stopped or killed isn't generated again, and every ticket is accounted for."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import check_books, latency_config, metrics_of, run_job, start_job
+from tiny import await_steps, kill_after
+
+from headrace.ranks.archive import launch_of, read_share
+from headrace.ranks.journal import read_journal
+
+STOPPED, KILLED = 75, 137
+STEPS, GROUPS, EVERY = 24, 4, 8
+
+
+def config(generators: int, archive: bool = True) -> dict[str, Any]:
+    """Generation is quick and training slow, so that all but the newest groups are in the archive at any moment."""
+    return latency_config(
+        run={"steps": STEPS, "keep_samples": 100},
+        ranks={"generators": generators, "trainers": 2},
+        ledger={"max_staleness": 2, "groups_per_step": GROUPS},
+        rollout={"latency": {"train_s": 0.3}},
+        checkpoint={"every": EVERY, "archive": archive},
+    )
+
+
+def archived(folder: Path) -> dict[tuple[int, int], int]:
+    """(ticket, attempt) of the finished groups in the archive → the launch that made them; nothing is damaged."""
+    segments = list(read_share(folder / "runs/job/archive", 99, 0, 1))
+    assert [sentence for segment in segments for sentence in segment.damaged] == []
+    return {g.key: launch_of(segment.path) for segment in segments for g in segment.groups if g.finished}
+
+
+def trained(folder: Path) -> dict[int, set[tuple[int, int]]]:
+    """(ticket, attempt) of the samples that trainer 0 has trained, by step."""
+    steps = defaultdict(set)
+    for line in (folder / "runs/job/samples.jsonl").read_text().splitlines():
+        sample = json.loads(line)
+        steps[sample["step"]].add((sample["ticket"], sample["attempt"]))
+    return steps
+
+
+def stop(folder: Path, job: dict[str, Any], steps: int, *options: str) -> None:
+    """Run until so many steps are done, then SIGTERM."""
+    process = start_job(job, folder, *options)
+    await_steps(process, folder, steps)
+    process.terminate()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == STOPPED, output
+
+
+def check_end(folder: Path, metrics: list[dict[str, Any]]) -> None:
+    check_books(metrics, 2)
+    names = ("issued", "trained", "outstanding", "returned")
+    assert [metrics[-1][f"tickets/{name}"] for name in names] == [STEPS * GROUPS, STEPS * GROUPS, 0, 0]
+    assert [path.name for path in (folder / "runs/job/archive").iterdir()] == ["journal.jsonl"], "all is covered"
+
+
+@pytest.mark.parametrize("generators", [pytest.param(3, marks=pytest.mark.slow), 2])
+def test_after_a_stop_no_finished_group_is_generated_again(tmp_path, generators):
+    stop(tmp_path, config(3), 5)
+    first, before = archived(tmp_path), metrics_of(tmp_path)
+    assert first, "at S = 2 some groups are finished and not trained"
+    stop(tmp_path, config(generators), len(before) + 5, "--resume")
+    again = {key[0] for key, launch in archived(tmp_path).items() if launch == 1}
+    assert again
+    assert again.isdisjoint(ticket for ticket, _ in first), "the second launch made none of them"
+    metrics, output = run_job(config(generators), tmp_path, "--resume")
+    assert metrics[: len(before)] == before
+    assert "finished groups" in output
+    check_end(tmp_path, metrics)
+
+
+@pytest.mark.parametrize(
+    ("victim", "generators"),
+    [(3, 3), pytest.param(0, 3, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)],
+)
+def test_after_a_crash_steps_are_repeated_with_their_groups_and_nothing_is_generated_again(
+    tmp_path, victim, generators
+):
+    process = start_job(config(3), tmp_path)
+    kill_after(process, tmp_path, 13, victim)
+    process.communicate(timeout=60)
+    assert process.returncode == KILLED
+    made, journal = archived(tmp_path), read_journal(tmp_path / "runs/job/archive/journal.jsonl")
+    before, rows = trained(tmp_path), metrics_of(tmp_path)
+    done = max(journal.steps) + 1
+    assert sorted(journal.steps) == list(range(EVERY, done))
+    metrics, output = run_job(config(generators), tmp_path, "--resume")
+    check_end(tmp_path, metrics)
+    assert f"steps {EVERY + 1} to {done} are trained again" in output
+    assert metrics[:done] == rows[:done], "they are repeated, not counted again"
+    after = trained(tmp_path)
+    assert {step: after[step] for step in range(1, done)} == {step: before[step] for step in range(1, done)}
+    attempts = {ticket: attempt for keys in after.values() for ticket, attempt in keys}
+    assert {key for key in made if attempts.get(key[0], key[1]) != key[1]} == set(), "trained are those that were made"
+
+
+@pytest.mark.slow
+def test_without_an_archive_groups_are_generated_anew(tmp_path):
+    job = config(3, archive=False)
+    stop(tmp_path, job, 5)
+    assert not (tmp_path / "runs/job/archive").exists()
+    metrics, _ = run_job(job, tmp_path, "--resume")
+    check_books(metrics, 2)
+    assert metrics[-1]["tickets/trained"] == STEPS * GROUPS
