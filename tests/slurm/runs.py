@@ -1,0 +1,87 @@
+"""Runs as users send them to the cluster, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from cluster import Cluster
+
+ROOT = Path(__file__).parents[2]
+HEADRACE = str(Path(sys.executable).with_name("headrace"))
+RANKS = {"generators": 6, "trainers": 2}
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command said."""
+
+    status: int
+    text: str
+
+
+def headrace(cluster: Cluster, folder: Path, *words: str, limit_s: float = 120, **environ: str) -> Said:
+    """The command line, on the login node."""
+    run = subprocess.run(
+        [HEADRACE, *words],
+        cwd=folder,
+        env=cluster.environ(**environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    return Said(run.returncode, run.stdout)
+
+
+def submit(cluster: Cluster, folder: Path, config: dict[str, Any], *words: str, **environ: str) -> str:
+    """Write the config and send it; returns the id of the job."""
+    (folder / "job.yaml").write_text(yaml.safe_dump(config))
+    said = headrace(cluster, folder, "submit", "job.yaml", *words, **environ)
+    assert said.status == 0, said.text
+    return said.text.partition("job ")[2].partition(":")[0]
+
+
+def profile(folder: Path, **keys: Any) -> tuple[str, str]:
+    """A site's own profile, as options for `submit`."""
+    (folder / "site.yaml").write_text(yaml.safe_dump({"warn_s": 1, "requeues": 5, "relaunches": 0} | keys))
+    return "--profile", "site.yaml"
+
+
+def output(folder: Path) -> str:
+    """What the jobs of the run printed."""
+    return "".join(file.read_text() for file in sorted(folder.glob("runs/job/slurm-*.out")))
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "runs/job/metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def until_step(cluster: Cluster, folder: Path, step: int, limit_s: float = 120) -> None:
+    assert cluster.wait(lambda: len(metrics(folder)) >= step, limit_s), output(folder)
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """Steps of the whole checkpoints."""
+    return sorted(
+        int(marker.parent.name.removeprefix("step_")) for marker in folder.glob("runs/job/checkpoints/*/COMPLETE")
+    )
+
+
+def last_checkpoint(folder: Path) -> Path:
+    return folder / f"runs/job/checkpoints/step_{checkpoints(folder)[-1]:06d}"
+
+
+def check_nothing_half(folder: Path) -> None:
+    """No temporary file or folder is left by writes that were cut."""
+    checkpoint = folder / "runs/job/checkpoints"
+    half = [path for path in checkpoint.glob("*") if path.is_dir() and not (path / "COMPLETE").exists()]
+    assert not half, half
