@@ -1,6 +1,7 @@
 """Measurements, each run by `python -m benchmarks.NAME [--json] [--quick]` from the top of the repository.
 
-With --json every result is one line: {"name", "case", "ours", "theirs", "unit", "ratio"}.
+With --json every result is one line: {"name", "case", "ours", "theirs", "unit", "ratio"}, or, where there is nothing to
+compare with, {"name", "case", "value", "unit"}.
 """
 
 from __future__ import annotations
@@ -18,6 +19,14 @@ def report(name: str, case: str, ours: float, theirs: float, unit: str, as_json:
         print(json.dumps(row | {"ratio": round(ratio, 3)}), flush=True)
     else:
         print(f"{name} {case}: ours {ours:.3g} {unit}, theirs {theirs:.3g} {unit}, ratio {ratio:.2f}", flush=True)
+
+
+def report_value(name: str, case: str, value: float, unit: str, as_json: bool) -> None:
+    """Print one result that stands for itself."""
+    if as_json:
+        print(json.dumps({"name": name, "case": case, "value": round(value, 4), "unit": unit}), flush=True)
+    else:
+        print(f"{name} {case}: {value:.3g} {unit}", flush=True)
 
 
 def interleaved_medians(runs: Sequence[Callable[[], float]], repeats: int) -> list[float]:

@@ -37,6 +37,7 @@ from headrace.ranks.tickets import (
     NO_VARIANCE,
     OVERDUE,
     FormedGroup,
+    LedgerRuleError,
     LedgerSpec,
     LedgerState,
     SavedGroup,
@@ -62,7 +63,7 @@ class Ledger:
         self.credits = 0
         self.changes = 0
         """So often has something happened that other ledgers may wait for."""
-        self._oldest, self._most_credits = spec.oldest, spec.credits
+        self._oldest, self._most_credits, self._size = spec.oldest, spec.credits, spec.group_size
         self._escrow = 0
         self._undealt = 0
         """Credits earned since the last publication."""
@@ -251,28 +252,29 @@ class Ledger:
     def _counts(self, ticket: Ticket, sample: int, attempt: int, born: int) -> bool:
         """Whether the sample is one that an unfinished ticket lacks. A result of an older attempt is as good as one of
         the newest if it is young enough for the deadline."""
-        if not ticket.open or not 0 <= sample < self.spec.group_size:
+        if not ticket.open or not 0 <= sample < self._size:
             return False
         if not ticket.since <= attempt <= ticket.attempt:
             return False
         work = ticket.works.get(attempt)
         if work is not None and work.has(sample):
             return False
-        if attempt == ticket.attempt:
-            text = f"ticket {ticket.number} sample {sample}: born {born}, granted {ticket.floor}"
-            require(born >= ticket.floor, text)
+        if born < ticket.floor and attempt == ticket.attempt:
+            raise LedgerRuleError(f"ticket {ticket.number} sample {sample}: born {born}, granted {ticket.floor}")
         return born >= ticket.floor
 
     def _work(self, ticket: Ticket, attempt: int, generator: int) -> Work:
-        work = ticket.works.setdefault(attempt, Work(generator))
-        text = f"rank {generator} finished ticket {ticket.number} of rank {work.generator}"
-        require(generator == work.generator, text)
+        work = ticket.works.get(attempt)
+        if work is None:
+            work = ticket.works[attempt] = Work(generator)
+        if generator != work.generator:
+            raise LedgerRuleError(f"rank {generator} finished ticket {ticket.number} of rank {work.generator}")
         return work
 
     def _complete_if_whole(self, ticket: Ticket, attempt: int) -> None:
         """An old attempt that is whole may have become too old by the start of the newest since it began."""
         work = ticket.works[attempt]
-        if work.settled < self.spec.group_size:
+        if len(work.samples) + len(work.left_out) < self._size:
             return
         if any(sample.born < ticket.floor for sample in work.samples.values()):
             self._superseded += work.settled

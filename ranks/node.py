@@ -162,7 +162,7 @@ class LedgerNode:
         self._told_credits = self._told_lack = True
         self._began = float("-inf")
         self._step_began, self._step_s = float("inf"), 0.0
-        """When the present step began; how long the last took."""
+        """When the present step began; how long the last took, 0 in the first."""
         self._step_ended = True
 
     # What the courier brings
@@ -179,7 +179,8 @@ class LedgerNode:
         if isinstance(message, Silence):
             self.back(message.rank) if message.over else self.lost(message.rank)
             return
-        require(source in self._generators, f"rank {source}, no generator, sent {type(message).__name__}")
+        if source not in self._generators:
+            raise LedgerRuleError(f"rank {source}, no generator, sent {type(message).__name__}")
         match message:
             case Ask():
                 self.ledger.ask(source, message.room)
@@ -329,7 +330,8 @@ class LedgerNode:
             return SHORTEST_PAUSE_S
         messages = len(self._ranks) * (len(self._ranks) - 1).bit_length()
         rounds = max(CREDIT_ROUNDS, self.spec.groups_per_step // max(1, messages))
-        return max(SHORTEST_PAUSE_S, min(self._step_s, SLOWEST_ROUND_S) / rounds)
+        step_s = self._step_s or self._began - self._step_began
+        return max(SHORTEST_PAUSE_S, min(step_s, SLOWEST_ROUND_S) / rounds)
 
     @property
     def _has_news(self) -> bool:

@@ -18,6 +18,9 @@ class Stage(Enum):
     CHOSEN = "chosen"
 
 
+OPEN = (Stage.GRANTED, Stage.STARTED)
+
+
 @dataclass(slots=True)
 class Work:
     """What one attempt has brought so far."""
@@ -68,7 +71,7 @@ class Ticket:
 
     @property
     def open(self) -> bool:
-        return self.stage in (Stage.GRANTED, Stage.STARTED)
+        return self.stage in OPEN
 
 
 def readmitted(group: SavedGroup) -> Ticket:

@@ -39,6 +39,8 @@ class GroupTrace:
     generator: int
     granted: float
     started: float = math.nan
+    born: int = -1
+    """Version with which it was started."""
     finished: float = math.nan
     sample_s: float = 0.0
     """Sum of the times that its samples took."""
@@ -130,7 +132,7 @@ class SimulatedGenerator:
             group, sample = self._queue.popleft()
             if group.key in self._groups:
                 if math.isnan(group.trace.started):
-                    group.trace.started = self._sim.now
+                    group.trace.started, group.trace.born = self._sim.now, self.version
                     self._sim.send(self.rank, self._ledger_of(group.key), Started([(*group.key, self.version)]))
                 self._start(group, sample)
 

@@ -28,26 +28,34 @@ class Watch:
     ) -> None:
         """`standings` and `moves` (of credits) are those of the last round. `forming`: it left all ledgers waiting for
         a batch. `ending`: no further step is to be formed."""
-        self._spec, self._ending = spec, ending
+        self._spec, self._ending, self._forming = spec, ending, forming
         self.standings = [_after(standing, moved) for standing, moved in zip(standings, moves, strict=True)]
-        self._steps = Counter(standing.step for standing in standings)
+        self._counted = False
+        self._steps: Counter[int] = Counter()
         self._finished: Counter[int] = Counter()
         self._unfinished: Counter[int] = Counter()
         self._credits = self._wants = self._numbers = 0
-        for standing in self.standings:
-            self._count(standing, 1)
-        self._known = self._decide() if forming else Decision(None)
+        self._known = Decision(None)
+        """What the last round decided."""
+        self._formable: bool | None = None
+        """As far as it was asked since the last update."""
 
     def update(self, index: int, standing: Standing) -> None:
         """Where ledger `index` stands now."""
+        self._add_up()
         self._count(self.standings[index], -1)
-        self._steps[self.standings[index].step] -= 1
         self.standings[index] = standing
         self._count(standing, 1)
-        self._steps[standing.step] += 1
+        self._formable = None
 
     def formable(self) -> bool:
         """A round would now form the step, or strike overdue groups that the last one didn't."""
+        if self._formable is None:
+            self._add_up()
+            self._formable = self._has_result()
+        return self._formable
+
+    def _has_result(self) -> bool:
         taken, struck = self._decide()
         if taken is not None:
             return True
@@ -56,11 +64,13 @@ class Watch:
     @property
     def credits_meet_asks(self) -> bool:
         """A round would now move credits."""
+        self._add_up()
         return self._wants > 0 and self._credits > 0 and self._same_step
 
     @property
     def lacks_groups(self) -> bool:
         """What is outstanding doesn't make a step: only new grants do."""
+        self._add_up()
         return self._finished.total() + self._unfinished.total() < self._spec.groups_per_step
 
     @property
@@ -97,7 +107,16 @@ class Watch:
             next_number=-1,
         )
 
+    def _add_up(self) -> None:
+        """Only a watcher needs the sums, so they are made when they are asked for."""
+        if not self._counted:
+            self._counted = True
+            for standing in self.standings:
+                self._count(standing, 1)
+            self._known = self._decide() if self._forming else self._known
+
     def _count(self, standing: Standing, sign: int) -> None:
+        self._steps[standing.step] += sign
         for deadline, count in standing.finished.items():
             self._finished[deadline] += sign * count
         for deadline, count in standing.unfinished.items():
