@@ -10,6 +10,7 @@ Every rank runs the same checks in the same order. Rank 0 prints the table, or w
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 STAGE_LIMIT_S = 30.0
+START_LIMIT_S = 120.0
+"""Of MPI's own start, which waits for the ranks on all hosts."""
+
+CHECK_LIMIT = 5.0
+"""Stage limits that one check may take."""
+
+LEAVE_LIMIT_S = 60.0
 LOST_REMEDY = "Look at the hosts of these ranks; the role map of a run, or `srun -l hostname`, names them."
 
 
@@ -157,6 +165,7 @@ CHECKS: dict[str, Callable[[World], Finding]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
+    _end_after(START_LIMIT_S)
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
@@ -170,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         findings.append(check_talk(world))
         for name, check in CHECKS.items():
+            _end_after(CHECK_LIMIT * options.limit)
             findings.append(guarded(name, partial(check, world), beyond=(LostError,)))
     except HeadraceError as error:
         findings.append(fail("world", str(error), LOST_REMEDY))
@@ -179,7 +189,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         traceback.print_exc()
         _abort(comm)
     _publish(findings, world, options.report)
+    _end_after(LEAVE_LIMIT_S)
     sys.exit(1 if failed(findings) and comm.Get_rank() == 0 and options.report is None else 0)
+
+
+def _end_after(limit_s: float) -> None:
+    """End this process, with its stacks on stderr, unless it is called again within the limit: MPI may hang in calls
+    that have none, and holds the interpreter's lock there, so that no thread of ours could."""
+    faulthandler.dump_traceback_later(limit_s, exit=True)
 
 
 def _publish(findings: Sequence[Finding], world: World, file: Path | None) -> None:

@@ -104,13 +104,10 @@ def _check_machine(patient: Patient) -> None:
     patient.examine("locks", partial(disk.check_locks, folder))
     patient.examine("clock", partial(disk.check_clock, folder))
     if slurm.has_srun():
-        patient.examine("requeue", slurm.check_requeue)
+        patient.examine("requeue", partial(slurm.examine_slurm, "requeue", slurm.check_requeue))
         if patient.installation is not None:
-            patient.examine("PMI", partial(_check_pmi, patient.installation))
-
-
-def _check_pmi(installation: MpiInstallation) -> Finding:
-    return slurm.check_pmi(installation, slurm.offered_types())
+            check_pmi = partial(slurm.check_pmi, patient.installation)
+            patient.examine("PMI", partial(slurm.examine_slurm, "PMI", check_pmi))
 
 
 def _check_world(patient: Patient, ranks: int | None, nodes: int | None) -> Report:

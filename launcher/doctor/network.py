@@ -256,7 +256,7 @@ def measure_broadcasts(talk: Talk, ends: Mapping[str, int]) -> dict[str, float]:
         talk.finish(talk.comm.Ibcast(buffer, root), f"a broadcast from rank {root}")
         return time.perf_counter() - began
 
-    names = list(ends)[:PEERS]
+    names = list(ends)[:PEERS] if talk.size > 1 else []
     times = talk.stage("broadcast", list[float], lambda: [best(ends[name]) for name in names])
     slowest = [max(column) for column in zip(*times, strict=True)]
     return {name: BROADCAST_BYTES / took / 2**30 for name, took in zip(names, slowest, strict=True)}
@@ -264,6 +264,8 @@ def measure_broadcasts(talk: Talk, ends: Mapping[str, int]) -> dict[str, float]:
 
 def judge_broadcasts(rates: Mapping[str, float], compare: bool) -> Finding:
     """Senders that are far slower than the others; `compare` as in `judge_pairs`."""
+    if not rates:
+        return ok("broadcast", "nobody to send to")
     usual = median(rates.values())
     slow = [name for name, rate in rates.items() if rate < SLOW * usual] if compare and len(rates) > 2 else []
     remedy = "Look at its link; leave it out by --exclude."

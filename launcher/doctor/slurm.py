@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headrace.comm.errors import HeadraceError
-from headrace.launcher.doctor.findings import Finding, ok, warn
+from headrace.launcher.doctor.findings import Check, Finding, ok, warn
 from headrace.launcher.environment import clean
 from headrace.launcher.mpi import Family, MpiInstallation
 from headrace.launcher.queue import ask, tell
@@ -46,10 +46,28 @@ def pmi_of(family: Family, offered: Sequence[str]) -> str | None:
     return next((kind for kind in FITTING[family] if kind in offered), None)
 
 
-def check_pmi(installation: MpiInstallation, offered: Sequence[str]) -> Finding:
-    """Whether srun can start this MPI's ranks as one world."""
+def examine_slurm(check: str, ask_slurm: Check) -> Finding:
+    """A check that asks Slurm. A Slurm that doesn't answer is no failure: `headrace run` needs none."""
+    try:
+        return ask_slurm()
+    except HeadraceError as error:
+        return warn(check, str(error), "Look at SLURM_CONF and whether Slurm works (sinfo).")
+
+
+def check_pmi(installation: MpiInstallation, offered: Sequence[str] | None = None) -> Finding:
+    """Whether srun can start this MPI's ranks as one world.
+
+    Args:
+        offered: types; None asks srun.
+
+    Raises:
+        HeadraceError: srun doesn't answer.
+    """
+    offered = offered_types() if offered is None else offered
+    if not offered:
+        raise HeadraceError("`srun --mpi=list` names no type.")
     kind = pmi_of(installation.family, offered)
-    types = ", ".join(offered) or "nothing"
+    types = ", ".join(offered)
     if kind is not None:
         return ok("PMI", f"srun offers {types}; {installation.family} starts by srun --mpi={kind}")
     wanted = " or ".join(FITTING[installation.family])
@@ -60,13 +78,14 @@ def check_pmi(installation: MpiInstallation, offered: Sequence[str]) -> Finding:
 
 
 def check_requeue() -> Finding:
-    """Runs come back after a time limit or a lost node by being requeued."""
+    """Runs come back after a time limit or a lost node by being requeued.
+
+    Raises:
+        HeadraceError: Slurm doesn't answer.
+    """
     code, output, error = ask(["scontrol", "show", "config"])
     if code:
-        reason = " ".join(error.split()) or f"status {code}"
-        return warn(
-            "requeue", f"Slurm doesn't answer ({reason})", "Check SLURM_CONF; `headrace run` works without Slurm."
-        )
+        raise HeadraceError(f"Slurm doesn't answer: {' '.join(error.split()) or f'status {code}'}.")
     allowed = re.search(r"^JobRequeue\s*=\s*1", output, re.MULTILINE)
     version = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", output, re.MULTILINE)
     name = f"Slurm {version[1]}" if version else "Slurm"

@@ -31,6 +31,12 @@ from headrace.launcher.queue import queued
 PROGRAM = ("-m", "headrace.launcher.doctor")
 LOG = "doctor.log"
 LAST_LINES = 8
+STUCK = "Timeout ("
+"""What a rank writes that ends itself at its limit."""
+
+SILENT_REMEDY = (
+    "These are MPI's own words: look for a host that it can't reach, or a launcher that isn't of its library."
+)
 POLL_S = 2.0
 
 Submit = Callable[[Path], int]
@@ -157,5 +163,6 @@ def _report(file: Path, complaint: str, output: str) -> Report:
 def _silent(complaint: str, output: str) -> Report:
     """Ranks that couldn't tell anything: their last lines do."""
     lines = [line for line in output.splitlines() if line.strip()][-LAST_LINES:]
-    told = "\n".join([complaint, *lines])
-    return Report([fail("world", told, 'See docs/doctor.md, "world": MPI and its launcher must belong together.')])
+    if any(line.startswith(STUCK) for line in output.splitlines()):
+        complaint += "; a rank was stuck in a call of MPI"
+    return Report([fail("world", "\n".join([complaint, *lines]), SILENT_REMEDY)])

@@ -231,13 +231,19 @@ def test_the_type_must_be_that_of_the_library(family: str, offered: list[str], l
             "Slurm 22.05.8 requeues",
         ),
         ("echo 'JobRequeue              = 0'", "WARN", "doesn't requeue"),
-        ("echo 'Unable to contact' >&2; exit 1", "WARN", "Slurm doesn't answer (Unable to contact)"),
+        ("echo 'Unable to contact' >&2; exit 1", "WARN", "Slurm doesn't answer: Unable to contact."),
     ],
 )
 def test_whether_jobs_are_requeued_is_asked(programs: Path, body: str, level: str, told: str) -> None:
     program(programs, "scontrol", body)
-    found = slurm.check_requeue()
+    found = slurm.examine_slurm("requeue", slurm.check_requeue)
     assert (found.level, told in found.text) == (level, True)
+
+
+def test_an_srun_that_names_no_type_is_a_warning_about_slurm(programs: Path) -> None:
+    program(programs, "srun", "exit 1")
+    found = slurm.examine_slurm("PMI", lambda: slurm.check_pmi(installation("mpich")))
+    assert (found.level, found.text) == ("WARN", "`srun --mpi=list` names no type.")
 
 
 def test_the_script_asks_for_what_the_ranks_need_and_quotes_values(tmp_path: Path) -> None:

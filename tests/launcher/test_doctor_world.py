@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -11,6 +14,7 @@ from headrace.launcher.doctor import hosts, network
 from headrace.launcher.doctor.hosts import Facts
 from headrace.launcher.doctor.network import Pair
 from headrace.launcher.doctor.shared import Seen, judge_shared
+from headrace.launcher.doctor.world import _silent
 
 GOOD = Facts(
     host="node1",
@@ -35,6 +39,14 @@ GOOD = Facts(
 def ranks(*changes: dict[str, object]) -> list[Facts]:
     """A rank for each, with these facts changed."""
     return [msgspec.structs.replace(GOOD, **change) for change in changes]
+
+
+def test_a_rank_that_is_stuck_in_mpi_ends_itself_and_that_is_told() -> None:
+    code = "import time; from headrace.launcher.doctor.__main__ import _end_after; _end_after(0.3); time.sleep(30)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=25)
+    assert done.returncode == 1
+    (found,) = _silent("no report", done.stderr).findings
+    assert (found.level, found.text.splitlines()[0]) == ("FAIL", "no report; a rank was stuck in a call of MPI")
 
 
 def test_two_good_ranks_pass_every_judge() -> None:
