@@ -12,7 +12,9 @@ from headrace.comm.errors import HeadraceError
 
 ANSWER_LIMIT_S = 20
 GONE = "Invalid job id"
-FORMAT = "%i|%T|%r|%L"
+FORMAT = "%A|%T|%r|%L"
+"""Job id (a number for the tasks of an array, too), state, reason, time left."""
+
 DAYS = re.compile(r"^(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)$")
 
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING")

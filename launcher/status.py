@@ -162,8 +162,9 @@ def judge(tried: Sequence[Path], job: QueuedJob | None, step: int, steps: int | 
     if not tried:
         return "new", "it has never been started"
     launcher, ended = launcher_of(tried[-1]), end_of(tried[-1])
-    if ended is not None:
-        return _ended(ended)
+    lives = launcher is not None and launcher.is_here() and launcher.is_alive()
+    if ended is not None and not (ended.failure is not None and lives):
+        return _ended(ended)  # a launcher that outlives a failure starts the ranks again
     if launcher is not None and launcher.is_here():
         return _launched_here(launcher)
     return _without_launcher(tried[-1], launcher, step, steps, now)

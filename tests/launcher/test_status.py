@@ -75,9 +75,15 @@ def test_a_process_that_got_the_pid_of_the_launcher_later_is_not_taken_for_it(ru
     ],
 )
 def test_the_recorded_end_of_the_newest_attempt_gives_the_state(run: Path, ended: Ended, state: str) -> None:
-    record_launcher(run / "attempt_02")
     record_end(run / "attempt_02", ended)
     assert read_status(run).state == state
+
+
+def test_a_launcher_that_outlives_a_failure_starts_the_ranks_again(run: Path) -> None:
+    record_launcher(run / "attempt_02")
+    record_end(run / "attempt_02", Ended(137, "Rank 1 was ended by signal 9."))
+    status = read_status(run)
+    assert (status.state, status.error) == ("running", "Rank 1 was ended by signal 9.")
 
 
 def test_the_error_itself_is_shown_not_its_traceback_and_one_of_an_earlier_attempt_too(run: Path) -> None:
