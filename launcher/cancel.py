@@ -124,14 +124,12 @@ def _marks(attempt: Path) -> set[str]:
 
 def _cancel_job(run: Path, job: QueuedJob, now: bool, say: Say) -> int:
     number = str(job.job)
+    end_job(job, now)
     if job.waits or now:
-        tell(["scancel", number])
         limit = QUEUE_MARGIN_S
         say(f"took job {number} out of the queue" if job.waits else f"killed job {number}")
     else:
         limit = _stop_within(run) + QUEUE_MARGIN_S
-        tell(["scontrol", "update", f"JobId={number}", "Requeue=0"])
-        tell(["scancel", "--batch", "--signal=USR2", number])
         say(f"asked job {number} to write a checkpoint and leave, within {limit:.0f} s; again kills it")
     if not _wait(lambda: not queued([job.job]), limit, QUEUE_POLL_S):
         say(f"job {number} is still there after {limit:.0f} s; `headrace cancel {run} --now` kills it")
@@ -139,6 +137,20 @@ def _cancel_job(run: Path, job: QueuedJob, now: bool, say: Say) -> int:
     tried = attempts(run)
     say(_told(run, tried[-1]) if tried else "it had never been started")
     return 0
+
+
+def end_job(job: QueuedJob, now: bool = False) -> None:
+    """Take a job that waits out of the queue, ask one that runs to write a checkpoint and leave, or kill it `now`.
+
+    Raises:
+        HeadraceError: Slurm refuses, or doesn't answer.
+    """
+    number = str(job.job)
+    if job.waits or now:
+        tell(["scancel", number])
+    else:
+        tell(["scontrol", "update", f"JobId={number}", "Requeue=0"])
+        tell(["scancel", "--batch", "--signal=USR2", number])
 
 
 def _told(run: Path, attempt: Path) -> str:

@@ -37,7 +37,7 @@ class Launcher(msgspec.Struct, frozen=True):
 
     def is_alive(self) -> bool:
         """Whether it runs; ask on its own host only."""
-        return _start_of(self.pid) == self.began
+        return start_of(self.pid) == self.began
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class Ended(msgspec.Struct, frozen=True):
 def record_launcher(attempt: Path) -> None:
     """Write down that this process is the launcher."""
     job = os.environ.get("SLURM_JOB_ID", "")
-    began = _start_of(os.getpid())
+    began = start_of(os.getpid())
     assert began is not None
     launcher = Launcher(socket.gethostname(), os.getpid(), began, int(job) if job.isdigit() else None)
     _write(attempt / LAUNCHER, launcher)
@@ -86,8 +86,9 @@ def job_of(run: Path) -> int | None:
     return int(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
-def _start_of(pid: int) -> int | None:
-    """When a living process began; None if there is none, or only its zombie."""
+def start_of(pid: int) -> int | None:
+    """When a living process began, in clock ticks from the start of the host; None if there is none, or only its
+    zombie."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -30,13 +30,20 @@ def run_job(config: Config, resume: bool, fresh: bool, program: Sequence[str] = 
     Args:
         program: what the ranks' Python runs; it gets the job file and the options of `headrace.ranks`.
     """
-    if resume and is_finished(config):
-        print(
-            f"The run in {config.run.folder} is finished: its {config.run.steps} steps are done. Set run.steps higher."
-        )
-        return 0
-    with StopRequest() as stop, ExitStack() as stack:
+    with StopRequest() as stop:
+        return run_until(stop, config, resume, fresh, program)
+
+
+def run_until(
+    stop: StopRequest, config: Config, resume: bool, fresh: bool, program: Sequence[str] = RANK_PROGRAM
+) -> int:
+    """`run_job` for a caller that listens for signals itself and wants to know afterwards which one came."""
+    with ExitStack() as stack:
         try:
+            if resume and is_finished(config):
+                print(f"The run in {config.run.folder} is finished: its {config.run.steps} steps are done.")
+                print("Set run.steps higher to go on with it.")
+                return 0
             crew = Crew(config.launch, os.environ)
             config, attempt, done = _prepare(config, resume, fresh, check_data_of_ranks, stack)
         except Stopped:

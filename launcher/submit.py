@@ -8,6 +8,7 @@ A sweep is an array of such runs, one folder each, under one script in runs/NAME
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import re
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -39,7 +41,8 @@ UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 class Wish:
     """What somebody wants to have run."""
 
-    config: Path
+    config: Path | Mapping[str, Any]
+    """YAML file, or what would be in one."""
     overrides: Sequence[str] = ()
     nodes: int = 1
     spare_nodes: int = 0
@@ -102,7 +105,7 @@ def prepare(wish: Wish, profile: Profile) -> Submission:
     Raises:
         HeadraceError: the config, its files, or what is asked of the cluster can't be used.
     """
-    configs = [_with_folder(config, wish) for config in _configs(wish, profile)]
+    configs = [with_folder(config, wish.resume, wish.fresh) for config in _configs(wish, profile)]
     first = configs[0]
     for config in configs:
         check_inputs(config)
@@ -111,10 +114,10 @@ def prepare(wish: Wish, profile: Profile) -> Submission:
     return Submission(configs, folder, render(configs, folder, wish, profile))
 
 
-def _with_folder(config: Config, wish: Wish) -> Config:
+def with_folder(config: Config, resume: bool, fresh: bool) -> Config:
     """Choose and check the run folder, as `headrace run` does."""
-    config = fresh_config(config) if wish.fresh else config
-    if wish.resume and not is_barren(config.run.folder):
+    config = fresh_config(config) if fresh else config
+    if resume and not is_barren(config.run.folder):
         check_resume(config)
     else:
         check_new(config)
@@ -141,12 +144,19 @@ def _dimension(sweep: str) -> list[str]:
 
 def _load(wish: Wish, profile: Profile, settings: Sequence[str]) -> Config:
     """The config with what the profile says about starting it; the user's own word counts more."""
-    tree = read_yaml(wish.config)
-    for override in (*wish.overrides, *settings):
-        apply_override(tree, override)
+    tree, source = read_tree(wish.config, (*wish.overrides, *settings))
     tree["launch"] = profile.launch() | (tree.get("launch") or {})
     tree["launch"] |= {"starter": profile.starter, "nodes": wish.nodes}
-    return with_ranks(validate(tree, str(wish.config)), wish.ranks)
+    return with_ranks(validate(tree, source), wish.ranks)
+
+
+def read_tree(config: Path | Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """A config that isn't validated yet, with the overrides in it, and what errors call it."""
+    named = isinstance(config, Path)
+    tree = read_yaml(config) if named else copy.deepcopy(dict(config))
+    for override in overrides:
+        apply_override(tree, override)
+    return tree, str(config) if named else "config"
 
 
 def _name(wish: Wish, profile: Profile) -> str:
@@ -167,7 +177,7 @@ def render(configs: Sequence[Config], folder: Path, wish: Wish, profile: Profile
     environment.filters["double_quote"] = _double_quote
     return environment.get_template(TEMPLATE).render(
         script=folder / SCRIPT,
-        directives=list(_directives(configs, folder, wish, profile)),
+        directives=list(directives(configs, folder, wish, profile)),
         runs=[config.run.folder for config in configs],
         setup=profile.lines(),
         environment=profile.variables(),
@@ -181,7 +191,8 @@ def _double_quote(value: str) -> str:
     return '"' + re.sub(r'(["`\\])', r"\\\1", value) + '"'
 
 
-def _directives(configs: Sequence[Config], folder: Path, wish: Wish, profile: Profile) -> Iterator[str]:
+def directives(configs: Sequence[Config], folder: Path, wish: Wish, profile: Profile) -> Iterator[str]:
+    """The options of sbatch, each as `--name=value` or `--name`, quoted for bash."""
     first, array = configs[0], len(configs) > 1
     yield f"--job-name={folder.name}"
     yield f"--chdir={shlex.quote(str(Path.cwd()))}"
