@@ -278,12 +278,15 @@ class HeldGroup(msgspec.Struct, frozen=True, array_like=True):
     attempt: int
     launch: int
     """The launch of the run that made it: 0, 1, …"""
+    finished: bool
+    """False: it was at work when the run was stopped."""
     born: int
     """Oldest and newest version among its tokens."""
     newest: int
     tokens: int
     """Of the responses."""
     samples: list[SampleMeta]
+    """Of a finished group."""
 
 
 class Salvaged(Message, frozen=True):

@@ -43,6 +43,14 @@ class Trajectory(msgspec.Struct):
         return int(self.versions[self.versions >= 0].min())
 
     @property
+    def spans(self) -> list[tuple[int, int]]:
+        """(version, tokens sampled by it), in order."""
+        versions = self.versions[self.versions >= 0]
+        starts = np.flatnonzero(np.diff(versions, prepend=-1))
+        counts = np.diff(starts, append=len(versions))
+        return list(zip(versions[starts].tolist(), counts.tolist(), strict=True))
+
+    @property
     def response_length(self) -> int:
         """Sampled tokens, in the loss or not."""
         return int((self.versions >= 0).sum())

@@ -16,13 +16,13 @@ from headrace.comm.exchange import SampleStore
 from headrace.comm.messages import Salvaged
 from headrace.comm.weights import Publisher, Subscriber
 from headrace.comm.weights_mpi import MpiPublisher, MpiSubscriber
-from headrace.ranks.archive import ArchiveFiles, ArchiveWriter, read_share
+from headrace.ranks.archive import Archived, ArchiveFiles, ArchiveWriter, read_share
 from headrace.ranks.config import JobConfig
 from headrace.ranks.courier import Courier
 from headrace.ranks.journal import JOURNAL, JournalWriter, read_journal
 from headrace.ranks.learner import LatencyLearner, Learner, PolicyLearner
 from headrace.ranks.recovery import Restored, read_ledgers
-from headrace.ranks.resume import await_plan, gather_salvaged, held_group, make_plan, tell_plan
+from headrace.ranks.resume import await_plan, gather_salvaged, held_group, make_plan, newer, tell_plan
 from headrace.ranks.run import ARCHIVE, GeneratorRank, Rank, TrainerRank, ledger_spec
 from headrace.ranks.tasks import (
     data_facts,
@@ -178,8 +178,8 @@ def launch_of(config: JobConfig, start_step: int) -> int:
 def build_generator(rank: Rank, data: Data, links: Links) -> Parts:
     """A generator; its engine is made when the main loop starts, so that the courier answers meanwhile."""
     config = rank.config
-    store, archive = _open_archive(rank)
-    generator = GeneratorRank(rank, make_subscriber(rank, links), store, archive)
+    store, unfinished, archive = _open_archive(rank)
+    generator = GeneratorRank(rank, make_subscriber(rank, links), store, unfinished, archive)
 
     def main() -> Iterator[None]:
         rank.main.set("making the engine")
@@ -202,22 +202,28 @@ def build_generator(rank: Rank, data: Data, links: Links) -> Parts:
     return Parts(generator.courier, generator.wait, main)
 
 
-def _open_archive(rank: Rank) -> tuple[SampleStore, ArchiveWriter | None]:
-    """The groups of this generator's share of the archive, of which it tells trainer 0, and what writes its own."""
-    store = SampleStore()
-    if not rank.config.checkpoint.archive:
-        return store, None
+def _open_archive(rank: Rank) -> tuple[SampleStore, list[Archived], ArchiveWriter | None]:
+    """The finished and unfinished groups of this generator's share of the archive, of which it tells trainer 0, and
+    what writes its own."""
+    store, config = SampleStore(), rank.config
+    if not config.checkpoint.archive:
+        return store, [], None
     shares = len(rank.roles.generators)
     segments = list(read_share(rank.archive, rank.launch, rank.index, shares)) if rank.start_step else []
-    groups = {group.key: group for segment in segments for group in segment.groups}
     for sentence in (sentence for segment in segments for sentence in segment.damaged):
         complain(sentence)
+    groups: dict[tuple[int, int], Archived] = {}
+    for group in (group for segment in segments for group in segment.groups):
+        if newer(group, groups.get(group.key)) and (group.finished or config.goes_on_within_groups):
+            groups[group.key] = group
     for key, group in groups.items():
-        store.put(*key, group.trajectories)
+        if group.finished:
+            store.put(*key, group.trajectories)
     if rank.start_step:
         rank.transport.send(rank.roles.trainers[0], Salvaged([held_group(group) for group in groups.values()]))
     files = ArchiveFiles(rank.archive, rank.launch, rank.rank, segments)
-    return store, ArchiveWriter(files, rank.on_error, complain)
+    unfinished = [group for group in groups.values() if not group.finished]
+    return store, unfinished, ArchiveWriter(files, rank.on_error, complain)
 
 
 def complain(sentence: str) -> None:

@@ -203,6 +203,11 @@ class JobConfig(Section):
         """Step v trains tickets vB … vB + B - 1: the promise of equal bits needs it."""
         return self.run.deterministic and self.ledger.max_staleness == 0 and self.weights.publish_every == 1
 
+    @property
+    def goes_on_within_groups(self) -> bool:
+        """A resumed run goes on in the middle of groups. Equal bits need whole ones; so does one version per sample."""
+        return self.checkpoint.archive and not self.run.deterministic and self.rollout.partial
+
     @model_validator(mode="after")
     def _filter_can_compare_and_replace(self) -> Self:
         if self.ledger.filter == "none":

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import ClassVar
 
 from headrace.comm.exchange import SampleStore
@@ -47,7 +47,7 @@ from headrace.comm.messages import (
     Stop,
     TicketGrant,
 )
-from headrace.comm.trajectory import Unit
+from headrace.comm.trajectory import Trajectory, Unit
 from headrace.comm.transport import Received, Transport
 from headrace.comm.weights import Subscriber
 from headrace.ranks.courier import Courier
@@ -185,13 +185,28 @@ class GeneratorLoop:
         """Whether something will come that the courier doesn't announce: a reward, or a version coming into force."""
         return bool(self._groups) or bool(self._intake.held)
 
-    def drop_all(self) -> None:
-        """Give up whatever runs: the run is over."""
+    def drop_all(self) -> list[Group]:
+        """Give up whatever runs: the run is over. Returns the groups that were begun, with all their tokens."""
         for group in self._groups.values():
-            self._abort(group)
+            self._take_in(self._abort(group))
+        begun = [group for group in self._groups.values() if group.begun]
         self._groups.clear()
         self._intake.clear()
         self._desk.news.clear()
+        return begun
+
+    def resume(self, key: Key, kept: Sequence[Trajectory]) -> None:
+        """Go on with a group that was at work when the run was stopped; its ledger counts it as started, or says that
+        it is dropped."""
+        grant = TicketGrant(*key, min(trajectory.born for trajectory in kept if trajectory.response_length))
+        task = self._tasks.task(grant.ticket)
+        group = Group.resumed(grant, task, self._tasks.encode(task), self._group_size, kept)
+        self._groups[key] = group
+        self._intake.resumed(len(group.growing))
+        self._submit(group)
+        for index, sample in enumerate(group.samples):
+            if sample.finish and sample.reward is None:
+                self._scorer.submit(group.unit(index), task, sample.text)
 
     def _account(self) -> None:
         """Count the time since the last turn as busy if samples were being generated in it."""
@@ -292,8 +307,14 @@ class GeneratorLoop:
         task = self._tasks.task(grant.ticket)
         group = Group(grant, task, self._tasks.encode(task), [Sample() for _ in range(self._group_size)])
         self._groups[group.key] = group
+        self._submit(group)
+
+    def _submit(self, group: Group) -> None:
+        """Have the engine sample what is missing."""
         for unit in group.growing:
-            self.engine.add(Request(unit, group.prompt, self._params, (self._seed, grant.ticket, unit.sample)))
+            begun = tuple(group.samples[unit.sample].tokens)
+            key = self._seed, unit.ticket, unit.sample
+            self.engine.add(Request(unit, group.prompt, self._params, key, begun))
 
     def _take_in(self, chunks: Iterable[Chunk]) -> None:
         """Add new tokens to their samples. Tell the ledgers which version the first token of a group was sampled with:

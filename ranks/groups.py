@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,6 +45,19 @@ class Sample:
     def growing(self) -> bool:
         return not self.finish and not self.left_out
 
+    @staticmethod
+    def resumed(kept: Trajectory) -> Sample:
+        """One that was at work when the run was stopped."""
+        sampled = kept.versions >= 0
+        return Sample(
+            tokens=kept.tokens[sampled].tolist(),
+            logprobs=kept.logprobs[sampled].tolist(),
+            spans=kept.spans,
+            finish=kept.finish,
+            text=kept.response_text,
+            reward=None if math.isnan(kept.reward) else kept.reward,
+        )
+
 
 @dataclass(slots=True)
 class Group:
@@ -54,6 +69,16 @@ class Group:
     samples: list[Sample]
     late: bool = False
     """It holds up a step, as its ledger has said."""
+
+    @staticmethod
+    def resumed(
+        grant: TicketGrant, task: Task, prompt: npt.NDArray[np.int32], size: int, kept: Iterable[Trajectory]
+    ) -> Group:
+        """One of `size` samples that was at work when the run was stopped; those that aren't kept were left out."""
+        samples = [Sample(left_out=True) for _ in range(size)]
+        for trajectory in kept:
+            samples[trajectory.unit.sample] = Sample.resumed(trajectory)
+        return Group(grant, task, prompt, samples)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -84,7 +109,8 @@ class Group:
         return Unit(self.grant.ticket, index, self.grant.attempt)
 
     def trajectories(self) -> list[Trajectory]:
-        """The data of a complete group, without the samples that are left out."""
+        """The data, without the samples that are left out. In a group that isn't complete, samples without a reward
+        have NaN, those that lack tokens an empty `finish`."""
         return [self._trajectory(index) for index, sample in enumerate(self.samples) if not sample.left_out]
 
     def metas(self) -> list[SampleMeta]:
@@ -94,13 +120,12 @@ class Group:
     def _trajectory(self, index: int) -> Trajectory:
         """The prompt's rows are masked out."""
         sample = self.samples[index]
-        assert sample.reward is not None
         prompt, length = len(self.prompt), len(self.prompt) + len(sample.tokens)
         tokens, mask = np.empty(length, np.int32), np.zeros(length, np.uint8)
         logprobs, versions = np.zeros(length, np.float32), np.full(length, -1, np.int32)
         tokens[:prompt], tokens[prompt:] = self.prompt, sample.tokens
         mask[prompt:], logprobs[prompt:] = 1, sample.logprobs
-        sampled_by, counts = zip(*sample.spans, strict=True)
+        sampled_by, counts = np.array(sample.spans, np.int32).reshape(-1, 2).T
         versions[prompt:] = np.repeat(sampled_by, counts)
         return Trajectory(
             unit=self.unit(index),
@@ -108,7 +133,7 @@ class Group:
             loss_mask=mask,
             logprobs=logprobs,
             versions=versions,
-            reward=sample.reward,
+            reward=math.nan if sample.reward is None else sample.reward,
             finish=sample.finish,
             prompt_text=str(self.task.question),
             response_text=sample.text,

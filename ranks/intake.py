@@ -5,6 +5,8 @@
                │ └ ask() ◀┐         └── withdraw() ─▶ gone: dropped, or handed back
                └ forgotten() the ledger took this generator for lost
 
+                                       (an earlier launch) ── resumed() ─▶ RUNNING
+
 An ask that is redirected stays ASKED: it only waits at another ledger. Every ask has one end, a grant or `forgotten`,
 so the numbers never fall below zero.
 
@@ -83,6 +85,11 @@ class Intake:
         self.running += len(ready)
         self.generating += len(ready) * self._group_size
         return ready
+
+    def resumed(self, growing: int) -> None:
+        """A group of an earlier launch goes on without having been asked for; `growing` samples lack tokens."""
+        self.running += 1
+        self.generating += growing
 
     def withdraw(self, keys: Iterable[Key]) -> list[Key]:
         """Take held groups out again; returns those that were held."""

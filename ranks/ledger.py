@@ -32,7 +32,7 @@ from collections.abc import Collection, Mapping
 from headrace.comm.messages import SampleMeta, TicketGrant
 from headrace.ranks import forming
 from headrace.ranks.forming import Standing
-from headrace.ranks.outstanding import Stage, Ticket, Work, readmitted
+from headrace.ranks.outstanding import Stage, Ticket, Work, readmitted, resumed
 from headrace.ranks.tickets import (
     NO_VARIANCE,
     OVERDUE,
@@ -587,13 +587,14 @@ class Ledger:
         numbers = [*whole.returned, *((number, 0) for number in whole.unissued() if self._exists(number))]
         self._returned = [pair for pair in numbers if pair[0] % self.ledgers == self.index]
         heapq.heapify(self._returned)
-        for group in whole.finished:
-            if group.ticket % self.ledgers == self.index:
-                self._tickets[group.ticket] = readmitted(group)
-                self._tally(self._tickets[group.ticket], 1)
+        outstanding = [*map(readmitted, whole.finished), *map(resumed, whole.working)]
+        for ticket in outstanding:
+            if ticket.number % self.ledgers == self.index:
+                self._tickets[ticket.number] = ticket
+                self._tally(ticket, 1)
         self._issued = len(self._tickets) + sum(attempt > 0 for _, attempt in self._returned)
         if self.index == 0:
             self._issued += whole.trained + sum(whole.dropped.values()) + sum(whole.failed.values())
             self._trained, self._dropped, self._failed = whole.trained, dict(whole.dropped), dict(whole.failed)
             self._superseded = whole.superseded
-        return len(whole.finished)
+        return len(outstanding)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from headrace.comm.messages import SampleMeta
-from headrace.ranks.tickets import SavedGroup
+from headrace.ranks.tickets import SavedGroup, SavedWork
 
 
 class Stage(Enum):
@@ -80,3 +80,9 @@ def readmitted(group: SavedGroup) -> Ticket:
     live = group.samples[0].attempt
     floor = min(sample.born for sample in group.samples)
     return Ticket(group.ticket, group.attempt, live, group.reserved, floor, {live: work}, stage=Stage.FINISHED)
+
+
+def resumed(work: SavedWork) -> Ticket:
+    """A group of an earlier run that its owner goes on with."""
+    works = {work.attempt: Work(work.owner)}
+    return Ticket(work.ticket, work.attempt, work.attempt, work.reserved, work.born, works, stage=Stage.STARTED)

@@ -14,7 +14,6 @@ versions that never were, since their steps were undone, don't count.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -28,7 +27,7 @@ from headrace.ranks import forming
 from headrace.ranks.archive import Archived
 from headrace.ranks.journal import Journal
 from headrace.ranks.shutdown import until
-from headrace.ranks.tickets import NO_VARIANCE, FormedStep, LedgerSpec, LedgerState, SavedGroup, add_counts
+from headrace.ranks.tickets import NO_VARIANCE, FormedStep, LedgerSpec, LedgerState, SavedGroup, SavedWork, add_counts
 from headrace.ranks.topology import RoleMap
 
 POLL_S = 0.002
@@ -55,10 +54,11 @@ class Plan(msgspec.Struct, frozen=True):
     def describe(self, held: Held) -> str:
         """One line for people."""
         replayed = {(g.ticket, g.attempt) for step in self.replay for g in step.groups}
-        waiting = {(g.ticket, g.samples[0].attempt) for g in self.ledger.finished}
-        tokens = Counter({(g.ticket, g.attempt): g.tokens for groups in held.values() for g in groups})
-        text = f"archive: {len(waiting)} finished groups"
-        text += f" ({sum(tokens[key] for key in waiting):,} tokens) go on"
+        finished = {(g.ticket, g.samples[0].attempt) for g in self.ledger.finished}
+        working = {(g.ticket, g.attempt) for g in self.ledger.working}
+        tokens = {(g.ticket, g.attempt, g.finished): g.tokens for groups in held.values() for g in groups}
+        text = f"archive: {len(finished)} finished groups ({sum(tokens[*key, True] for key in finished):,} tokens)"
+        text += f" and {len(working)} unfinished ones ({sum(tokens[*key, False] for key in working):,}) go on"
         if self.replay:
             first, last = self.replay[0].step + 1, self.replay[-1].step + 1
             text += f"; steps {first} to {last} are trained again with their {len(replayed)} groups"
@@ -74,26 +74,24 @@ def held_group(group: Archived) -> HeldGroup:
     return HeldGroup(
         *group.key,
         launch=group.launch,
+        finished=group.finished,
         born=int(sampled.min(initial=np.iinfo(np.int32).max)),
         newest=int(sampled.max(initial=-1)),
         tokens=len(sampled),
-        samples=[meta_of(trajectory) for trajectory in group.trajectories],
+        samples=[meta_of(trajectory) for trajectory in group.trajectories] if group.finished else [],
     )
 
 
 def meta_of(trajectory: Trajectory) -> SampleMeta:
     """What a ledger knows of a sample."""
-    sampled = trajectory.versions[trajectory.versions >= 0]
-    starts = np.flatnonzero(np.diff(sampled, prepend=-1))
-    lengths = np.diff(starts, append=len(sampled))
-    spans = tuple(zip(sampled[starts].tolist(), lengths.tolist(), strict=True))
+    spans, length = trajectory.spans, trajectory.response_length
     return SampleMeta(
         *trajectory.unit,
         born=trajectory.born,
-        prompt_tokens=len(trajectory.versions) - len(sampled),
-        response_tokens=len(sampled),
+        prompt_tokens=len(trajectory.versions) - length,
+        response_tokens=length,
         reward=trajectory.reward,
-        spans=spans if len(spans) > 1 else (),
+        spans=tuple(spans) if len(spans) > 1 else (),
     )
 
 
@@ -106,9 +104,9 @@ def make_plan(saved: Sequence[LedgerState], journal: Journal, held: Held, spec: 
     replay: list[FormedStep] = []
     step = saved[0].step
     while step < spec.steps and (line := journal.steps.get(step)) is not None:
-        if any((group.ticket, group.attempt) not in copies for group in line.groups):
+        owners = [_holder(copies, (group.ticket, group.attempt)) for group in line.groups]
+        if None in owners:
             break
-        owners = [copies[group.ticket, group.attempt][0] for group in line.groups]
         placed = forming.partition([group.tokens for group in line.groups], ledgers)
         groups = [
             msgspec.structs.replace(group, owner=owner, ledger=group.ticket % ledgers, replica=replica)
@@ -119,24 +117,36 @@ def make_plan(saved: Sequence[LedgerState], journal: Journal, held: Held, spec: 
     state = _with_salvaged(_merged(saved, copies), copies, journal, spec).readmit(spec)
     used = {(g.ticket, g.attempt) for formed in replay for g in formed.groups}
     used |= {(g.ticket, g.samples[0].attempt) for g in state.finished}
+    used |= {(g.ticket, g.attempt) for g in state.working}
     return Plan(state, replay, _unused(held, copies, used))
 
 
+def newer(group: HeldGroup | Archived, other: HeldGroup | Archived | None) -> bool:
+    """Of two copies of a group: whether the first has more of it, being finished, or of a later launch."""
+    return other is None or (group.finished, group.launch) > (other.finished, other.launch)
+
+
 def _copies(held: Held) -> dict[Key, tuple[int, HeldGroup]]:
-    """By key: which generator's copy counts. One of a later launch is the more recent one."""
+    """By key: which generator's copy counts."""
     found: dict[Key, tuple[int, HeldGroup]] = {}
     for rank in sorted(held):
         for group in held[rank]:
             key = group.ticket, group.attempt
-            if key not in found or found[key][1].launch < group.launch:
+            if newer(group, found[key][1] if key in found else None):
                 found[key] = rank, group
     return found
 
 
+def _holder(copies: Mapping[Key, tuple[int, HeldGroup]], key: Key) -> int | None:
+    """Who holds a finished group."""
+    return copies[key][0] if key in copies and copies[key][1].finished else None
+
+
 def _merged(saved: Sequence[LedgerState], copies: Mapping[Key, tuple[int, HeldGroup]]) -> LedgerState:
     """The whole state; groups that it calls finished are so if somebody holds them."""
-    finished = [(g.ticket, g.samples[0].attempt) for state in saved for g in state.finished]
-    return LedgerState.merge(saved, {key[0]: copies[key][0] for key in finished if key in copies})
+    keys = [(g.ticket, g.samples[0].attempt) for state in saved for g in state.finished]
+    holders = {key[0]: _holder(copies, key) for key in keys}
+    return LedgerState.merge(saved, {ticket: rank for ticket, rank in holders.items() if rank is not None})
 
 
 def _with_salvaged(
@@ -148,25 +158,27 @@ def _with_salvaged(
     there = {group.ticket for group in state.finished}
     found = {
         key: copy
-        for key, copy in sorted(copies.items())
+        for key, copy in sorted(copies.items(), key=lambda item: (item[1][1].finished, item[0]))
         if key[0] not in there
         and (key[0] in returned or key[0] >= lowest[key[0] % state.ledgers])
         and (spec.tickets is None or key[0] < spec.tickets)
     }
     _issue(returned, lowest, {ticket for ticket, _ in found}, state.ledgers)
-    finished: dict[int, SavedGroup] = {}
-    for (ticket, attempt), (rank, group) in found.items():
+    kept: dict[int, SavedGroup | SavedWork] = {}
+    for (ticket, attempt), (rank, group) in found.items():  # the last of a ticket counts: finished, newest attempt
         limits = [state.step, journal.oldest_begin_after(group.launch)]
         returned[ticket] = max(returned[ticket], attempt + 1)
         if all(limit is None or group.newest <= limit for limit in limits):
-            finished[ticket] = _saved_group(group, rank, state.step, spec)
-    filtered = _filtered(finished.values(), spec)
-    for ticket in finished:
+            kept[ticket] = _saved(group, rank, state.step, spec)
+    finished = [group for group in kept.values() if isinstance(group, SavedGroup)]
+    filtered = _filtered(finished, spec)
+    for ticket in kept:
         del returned[ticket]
     return msgspec.structs.replace(
         state,
         next_numbers=sorted(lowest.items()),
-        finished=[*state.finished, *(group for ticket, group in finished.items() if ticket not in filtered)],
+        finished=[*state.finished, *(group for group in finished if group.ticket not in filtered)],
+        working=[group for group in kept.values() if isinstance(group, SavedWork)],
         returned=sorted(returned.items()),
         dropped=add_counts([state.dropped, {NO_VARIANCE: len(filtered)} if filtered else {}]),
     )
@@ -181,10 +193,12 @@ def _issue(returned: dict[int, int], lowest: dict[int, int], tickets: set[int], 
             lowest[index] = ticket + ledgers
 
 
-def _saved_group(group: HeldGroup, owner: int, step: int, spec: LedgerSpec) -> SavedGroup:
+def _saved(group: HeldGroup, owner: int, step: int, spec: LedgerSpec) -> SavedGroup | SavedWork:
     """`mask` may have moved the deadline of an overdue group."""
     reserved = max(group.born, step - spec.oldest) if spec.overdue == "mask" else group.born
-    return SavedGroup(group.ticket, group.attempt, owner, reserved, group.samples)
+    if group.finished:
+        return SavedGroup(group.ticket, group.attempt, owner, reserved, group.samples)
+    return SavedWork(group.ticket, group.attempt, owner, reserved, group.born)
 
 
 def _filtered(groups: Iterable[SavedGroup], spec: LedgerSpec) -> set[int]:

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.comm.columns import make_group
 from headrace.comm.exchange import ExchangeConsumer, ExchangeOwner, SampleStore
 from headrace.comm.messages import EvalResult, Evaluating
 from headrace.comm.service import Service
 from headrace.comm.transport import Received, Transport
 from headrace.comm.weights import Publisher, Subscriber
-from headrace.ranks.archive import ArchiveWriter
+from headrace.ranks.archive import Archived, ArchiveWriter
 from headrace.ranks.config import JobConfig
 from headrace.ranks.courier import Courier
 from headrace.ranks.evaluation import EvaluationFile, evaluate_share
 from headrace.ranks.failed_groups import FailedGroups, failure_limit
 from headrace.ranks.generator import GeneratorDesk, GeneratorLoop
+from headrace.ranks.groups import Group
 from headrace.ranks.heartbeat import Heartbeats, MainState
 from headrace.ranks.journal import JournalWriter
 from headrace.ranks.learner import Learner
@@ -106,11 +108,20 @@ class Rank:
 class GeneratorRank:
     """A generator: its services first, its engine (slow to make) when the courier runs already."""
 
-    def __init__(self, rank: Rank, subscriber: Subscriber, store: SampleStore, archive: ArchiveWriter | None) -> None:
-        """`store`: with what it has of earlier launches. `archive`: takes what is put into the store from now on."""
+    def __init__(
+        self,
+        rank: Rank,
+        subscriber: Subscriber,
+        store: SampleStore,
+        unfinished: Iterable[Archived],
+        archive: ArchiveWriter | None,
+    ) -> None:
+        """`store`: with what it has of earlier launches; `unfinished`: what they were at work on. `archive`: takes what
+        is put into the store from now on."""
         self._rank = rank
         self._subscriber = subscriber
         self._store = store
+        self._unfinished = unfinished
         self._archive = archive
         self._nap_s = IDLE_S
         self._said_at = 0.0
@@ -161,15 +172,24 @@ class GeneratorRank:
         )
         if evaluates and rank.start_step == 0:
             loop.post(rank.roles.trainers[0], EvalResult("before", engine.version, *evaluate()))
+        for group in self._unfinished:
+            loop.resume(group.key, group.trajectories)
         while self._desk.stop is None:
             if not loop.step():
                 self._nap_s = SOON_S if loop.waits else IDLE_S
                 yield
-        yield from end_generator(loop, self._desk, rank.roles.trainers[0], evaluate if evaluates else None, limit)
+        leader = rank.roles.trainers[0]
+        yield from end_generator(loop, self._desk, leader, evaluate if evaluates else None, self._keep, limit)
         if (archive := self._archive) is not None:
             archive.close()
             yield from until(lambda: archive.closed, limit, lambda: "the disk to take the archive")
         yield from await_stop(self._desk, 2 * limit)
+
+    def _keep(self, groups: list[Group]) -> None:
+        """Archive what was at work when the run was stopped."""
+        if self._archive is not None and self._rank.config.goes_on_within_groups:
+            for group in groups:
+                self._archive.put(make_group(*group.key, group.trajectories()), finished=False)
 
     def wait(self) -> None:
         self.courier.news.wait(self._nap_s)

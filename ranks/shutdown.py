@@ -1,8 +1,8 @@
 """The end of a run, as a cascade. Every step has a limit, and the message of a limit names who is waited for.
 
 1. Trainers: the last step is trained, its weights are published, the last checkpoint is whole.
-2. Trainer 0 sends Stop(1): each generator drops what runs, takes in the last version, evaluates it unless the run is to
-   go on later, and says Bye.
+2. Trainer 0 sends Stop(1): each generator gives up what runs (if the run is to go on later, what there is of it goes
+   into the archive), takes in the last version, evaluates it unless the run is to go on later, and says Bye.
 3. Trainer 0 has every Bye and every line of metrics: it sends Stop(2) to all ranks.
 4. Every rank: its heartbeat says that it leaves, its courier sends what is left and ends, its reward processes end.
 5. All ranks meet in a last barrier and leave MPI.
@@ -20,6 +20,7 @@ from headrace.comm.errors import WaitLimitError
 from headrace.comm.messages import Bye, EvalResult, Stop
 from headrace.ranks.courier import Courier
 from headrace.ranks.generator import GeneratorDesk, GeneratorLoop
+from headrace.ranks.groups import Group
 from headrace.ranks.topology import RoleMap
 from headrace.ranks.trainer import LeaderDesk, TrainerDesk
 
@@ -78,12 +79,19 @@ def await_stop(
 
 
 def end_generator(
-    loop: GeneratorLoop, desk: GeneratorDesk, leader: int, evaluate: Evaluate | None, limit_s: float
+    loop: GeneratorLoop,
+    desk: GeneratorDesk,
+    leader: int,
+    evaluate: Evaluate | None,
+    keep: Callable[[list[Group]], None],
+    limit_s: float,
 ) -> Iterator[None]:
-    """Step 2, on a generator that was told to stop."""
+    """Step 2, on a generator that was told to stop; `keep` takes what was at work if the run will go on later."""
     stop = desk.stop
     assert stop is not None
-    loop.drop_all()
+    groups = loop.drop_all()
+    if not stop.complete:
+        keep(groups)
     yield from until(lambda: loop.reached(stop.version), limit_s, lambda: f"version {stop.version} of the weights")
     if evaluate is not None and stop.complete:
         loop.post(leader, EvalResult("after", loop.engine.version, *evaluate()))

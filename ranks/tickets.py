@@ -191,12 +191,31 @@ class SavedGroup(msgspec.Struct, frozen=True):
     samples: list[SampleMeta]
     """Those with data; fewer than the group's size where some were left out."""
 
+    @property
+    def newest_born(self) -> int:
+        return max(sample.born for sample in self.samples)
+
     def counted_for(self, spec: LedgerSpec) -> SavedGroup:
         """With the deadline that the run which goes on sees: only one that masks tokens can train them late."""
         if spec.overdue == "mask":
             return self
         born = min(sample.born for sample in self.samples)
         return msgspec.structs.replace(self, reserved=min(self.reserved, born))
+
+
+class SavedWork(msgspec.Struct, frozen=True):
+    """A group that was at work when the run was stopped, and whose tokens so far are kept."""
+
+    ticket: int
+    attempt: int
+    owner: int
+    reserved: int
+    born: int
+    """Oldest version among its tokens."""
+
+    @property
+    def newest_born(self) -> int:
+        return self.born
 
 
 class LedgerState(msgspec.Struct, frozen=True):
@@ -219,6 +238,8 @@ class LedgerState(msgspec.Struct, frozen=True):
     dropped: dict[str, int]
     failed: dict[str, int]
     superseded: int
+    working: list[SavedWork] = []
+    """Groups that go on where they were; only in a state that a run goes on from, see `ranks.resume`."""
 
     @staticmethod
     def merge(states: Sequence[LedgerState], owners: Mapping[int, int] | None = None) -> LedgerState:
@@ -247,27 +268,36 @@ class LedgerState(msgspec.Struct, frozen=True):
             superseded=sum(s.superseded for s in states),
         )
         held = owners or {}
-        return whole._with_finished(
+        return whole._keeping(
             [msgspec.structs.replace(g, owner=held[g.ticket]) for g in whole.finished if g.ticket in held]
         )
 
     def readmit(self, spec: LedgerSpec) -> LedgerState:
-        """Leave as finished what can still be trained in time under `spec`: by order of deadline, as long as for every
-        d at most (d - step + 1)·B are due by d, and within the credits. The rest goes back as numbers."""
-        kept: list[SavedGroup] = []
+        """Leave as finished, or at work, what can still be trained in time under `spec`: by order of deadline, as long
+        as for every d at most (d - step + 1)·B are due by d, and within the credits. The rest goes back as numbers."""
+        kept: list[SavedGroup | SavedWork] = []
         due: Counter[int] = Counter()
-        for group in sorted((g.counted_for(spec) for g in self.finished), key=lambda g: (g.reserved, g.ticket)):
+        groups: list[SavedGroup | SavedWork] = [g.counted_for(spec) for g in self.finished]
+        groups += self.working
+        for group in sorted(groups, key=lambda g: (g.reserved, g.ticket)):
             trial = due + Counter([group.reserved + spec.oldest])
-            fits = len(kept) < spec.credits_at(self.step) and all(s.born <= self.step for s in group.samples)
+            fits = len(kept) < spec.credits_at(self.step) and group.newest_born <= self.step
             if fits and in_time(trial, self.step - 1, spec.groups_per_step):
                 due = trial
                 kept.append(group)
-        return self._with_finished(kept)
+        return self._keeping(kept)
 
-    def _with_finished(self, kept: Collection[SavedGroup]) -> LedgerState:
+    def _keeping(self, kept: Collection[SavedGroup | SavedWork]) -> LedgerState:
+        """With only these groups; the others go back."""
         tickets = {group.ticket for group in kept}
-        back = [(group.ticket, group.attempt + 1) for group in self.finished if group.ticket not in tickets]
-        return msgspec.structs.replace(self, finished=list(kept), returned=sorted([*self.returned, *back]))
+        groups: list[SavedGroup | SavedWork] = [*self.finished, *self.working]
+        gone = [group for group in groups if group.ticket not in tickets]
+        return msgspec.structs.replace(
+            self,
+            finished=[group for group in kept if isinstance(group, SavedGroup)],
+            working=[group for group in kept if isinstance(group, SavedWork)],
+            returned=sorted([*self.returned, *((group.ticket, group.attempt + 1) for group in gone)]),
+        )
 
     def unissued(self) -> list[int]:
         """Numbers that were never granted though higher ones were, by another ledger; a whole state only."""

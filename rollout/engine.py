@@ -39,6 +39,8 @@ class Request:
     params: SamplingParams
     key: tuple[int, int, int] = (0, 0, 0)
     """(seed, ticket, sample): with the position of a token it fixes the random number that token is drawn by."""
+    begun: tuple[int, ...] = ()
+    """Tokens that the response has already, fewer than `max_tokens`: sampling goes on after them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,12 +62,12 @@ class _Running:
     request: Request
     order: int
     start: int
-    """Tick at which it got its slot."""
+    """Tick at which it got its slot; so many ticks earlier as it had tokens already."""
     end: int
     """Tick of its last token."""
     finish: Literal["stop", "length"]
-    handed_out: int = 0
-    """Tokens that were returned in chunks."""
+    handed_out: int
+    """Tokens that were returned in chunks, or that it had already."""
 
 
 class LatencyEngine:
@@ -161,8 +161,10 @@ class LatencyEngine:
         while self._waiting and len(self._running) < self._slots:
             request = self._waiting.popleft()
             drawn, longest = made_up_length(request.key, self._config), request.params.max_tokens
-            end = self._tick + min(drawn, longest)
-            run = _Running(request, self._admitted, self._tick, end, "stop" if drawn <= longest else "length")
+            start = self._tick - len(request.begun)
+            end = start + min(drawn, longest)
+            finish: Literal["stop", "length"] = "stop" if drawn <= longest else "length"
+            run = _Running(request, self._admitted, start, end, finish, handed_out=len(request.begun))
             self._admitted += 1
             self._running[request.id] = run
             self._started.append(run)

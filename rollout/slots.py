@@ -23,7 +23,7 @@ class Sequence:
     slot: int = -1
 
     def __post_init__(self) -> None:
-        self.tokens = self.request.prompt.tolist()
+        self.tokens = [*self.request.prompt.tolist(), *self.request.begun]
 
     @property
     def limit(self) -> int:

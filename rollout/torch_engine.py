@@ -138,20 +138,21 @@ class TorchEngine:
                 f"{context} tokens (request {request.id!r}). Shorten the prompt, lower rollout.max_tokens, or take a "
                 "model with a longer context."
             )
-        if prompt.min() < 0 or prompt.max() >= self._model.arch.vocabulary:
+        highest = max([int(prompt.max()), *request.begun])
+        if min([int(prompt.min()), *request.begun]) < 0 or highest >= self._model.arch.vocabulary:
             raise DataError(
-                f"The prompt of request {request.id!r} has token {prompt.max()}, but the model knows "
+                f"The prompt of request {request.id!r} has token {highest}, but the model knows "
                 f"{self._model.arch.vocabulary}. The tokenizer doesn't belong to this model."
             )
 
     def _admit(self) -> list[list[Sequence]]:
         """Give slots to waiting sequences, in order; return the new ones, grouped by equal prompts."""
-        groups: dict[bytes, list[Sequence]] = {}
+        groups: dict[tuple[int, ...], list[Sequence]] = {}
         held: list[Sequence] = []
         budget = PROMPT_TOKENS
         while self._waiting and len(self._slots.running) < self._slots.size:
             sequence = self._waiting.popleft()
-            prompt = sequence.request.prompt.tobytes()
+            prompt = tuple(sequence.tokens)
             cost = 0 if prompt in groups else len(sequence.tokens)
             if cost > budget and groups:
                 self._waiting.appendleft(sequence)

@@ -11,29 +11,31 @@ import pytest
 from jobs import check_books, latency_config, metrics_of, run_job, start_job
 from tiny import await_steps, kill_after
 
-from headrace.ranks.archive import launch_of, read_share
+from headrace.comm.columns import COLUMN_DTYPES
+from headrace.ranks.archive import Archived, read_share
 from headrace.ranks.journal import read_journal
 
 STOPPED, KILLED = 75, 137
 STEPS, GROUPS, EVERY = 24, 4, 8
 
 
-def config(generators: int, archive: bool = True) -> dict[str, Any]:
-    """Generation is quick and training slow, so that all but the newest groups are in the archive at any moment."""
+def config(generators: int, archive: bool = True, token_ms: float = 2, train_s: float = 0.3) -> dict[str, Any]:
+    """By default generation is quick and training slow, so that all but the newest groups are in the archive at any
+    moment."""
     return latency_config(
         run={"steps": STEPS, "keep_samples": 100},
         ranks={"generators": generators, "trainers": 2},
         ledger={"max_staleness": 2, "groups_per_step": GROUPS},
-        rollout={"latency": {"train_s": 0.3}},
+        rollout={"latency": {"token_ms": token_ms, "train_s": train_s}},
         checkpoint={"every": EVERY, "archive": archive},
     )
 
 
-def archived(folder: Path) -> dict[tuple[int, int], int]:
-    """(ticket, attempt) of the finished groups in the archive → the launch that made them; nothing is damaged."""
+def archived(folder: Path, finished: bool = True) -> dict[tuple[int, int], Archived]:
+    """The finished, or unfinished, groups in the archive; nothing is damaged."""
     segments = list(read_share(folder / "runs/job/archive", 99, 0, 1))
     assert [sentence for segment in segments for sentence in segment.damaged] == []
-    return {g.key: launch_of(segment.path) for segment in segments for g in segment.groups if g.finished}
+    return {g.key: g for segment in segments for g in segment.groups if g.finished == finished}
 
 
 def trained(folder: Path) -> dict[int, set[tuple[int, int]]]:
@@ -67,7 +69,7 @@ def test_after_a_stop_no_finished_group_is_generated_again(tmp_path, generators)
     first, before = archived(tmp_path), metrics_of(tmp_path)
     assert first, "at S = 2 some groups are finished and not trained"
     stop(tmp_path, config(generators), len(before) + 5, "--resume")
-    again = {key[0] for key, launch in archived(tmp_path).items() if launch == 1}
+    again = {key[0] for key, group in archived(tmp_path).items() if group.launch == 1}
     assert again
     assert again.isdisjoint(ticket for ticket, _ in first), "the second launch made none of them"
     metrics, output = run_job(config(generators), tmp_path, "--resume")
@@ -99,6 +101,29 @@ def test_after_a_crash_steps_are_repeated_with_their_groups_and_nothing_is_gener
     assert {step: after[step] for step in range(1, done)} == {step: before[step] for step in range(1, done)}
     attempts = {ticket: attempt for keys in after.values() for ticket, attempt in keys}
     assert {key for key in made if attempts.get(key[0], key[1]) != key[1]} == set(), "trained are those that were made"
+
+
+def test_groups_at_work_at_a_stop_go_on_from_their_tokens(tmp_path):
+    slow = {"token_ms": 15.0, "train_s": 0.01}
+    stop(tmp_path, config(3, **slow), 5)
+    kept, before = archived(tmp_path, finished=False), metrics_of(tmp_path)
+    assert kept
+    process = start_job(config(2, **slow), tmp_path, "--resume")
+    kill_after(process, tmp_path, len(before) + 2, 3)
+    output, _ = process.communicate(timeout=60)
+    assert f"and {len(kept)} unfinished ones" in output
+    made = {key: group for key, group in archived(tmp_path).items() if group.launch == 1}
+    assert {key for key in made if key[0] in {ticket for ticket, _ in kept}} <= kept.keys(), "as no new attempts"
+    for key in kept.keys() & made.keys():
+        for begun, whole in zip(kept[key].trajectories, made[key].trajectories, strict=True):
+            length = len(begun.tokens)
+            for name in COLUMN_DTYPES:
+                assert (getattr(whole, name)[:length] == getattr(begun, name)).all()
+            assert len(whole.tokens) > length or begun.finish
+            assert (whole.versions[length:] >= len(before)).all()
+    assert kept.keys() & made.keys()
+    metrics, _ = run_job(config(2, **slow), tmp_path, "--resume")
+    check_end(tmp_path, metrics)
 
 
 @pytest.mark.slow

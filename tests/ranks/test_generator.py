@@ -41,10 +41,11 @@ class Engine:
     def __init__(self, slots, lengths, delay=0):
         self.slots, self.lengths, self.delay = slots, lengths, delay
         self.version, self.coming = 0, []
-        self.running, self.waiting = {}, deque()
+        self.running, self.waiting, self.begun = {}, deque(), {}
 
     def add(self, request):
         self.waiting.append(request.id)
+        self.begun[request.id] = len(request.begun)
 
     def abort(self, id):
         if self.running.pop(id, None) is None and id in self.waiting:
@@ -65,7 +66,8 @@ class Engine:
     def step(self):
         self.come_into_force()
         while self.waiting and len(self.running) < self.slots:
-            self.running[self.waiting.popleft()] = 0
+            id = self.waiting.popleft()
+            self.running[id] = self.begun[id]
         chunks = []
         for id in list(self.running):
             self.running[id] = made = self.running[id] + 1
@@ -380,3 +382,59 @@ def test_without_partial_rollout_a_waiting_version_holds_back_new_groups_until_t
     assert bench.take(Started) == [Started([(1, 0, 1)])]
     (finished,) = bench.take(Finished)
     assert [meta.spans for meta in finished.samples] == [(), ()]
+
+
+def test_what_is_at_work_at_a_stop_goes_on_elsewhere_where_it_was():
+    lengths = {(0, 0): 1, (0, 1): 2, (0, 2): 9, (0, 3): 4}
+    first = Bench(slots=3, group_size=5, lengths=lengths)
+    first.grant(0)
+    first.turn()
+    first.scorer.held = True
+    first.turn(2)
+    first.subscriber.version = 1
+    first.turn()
+    (group,) = first.loop.drop_all()
+    group.samples[4].left_out = True
+    assert [(len(s.tokens), s.finish, s.reward) for s in group.samples] == [
+        (1, "stop", 1.0),
+        (2, "stop", None),
+        (4, "", None),
+        (3, "", None),
+        (2, "", None),
+    ]
+    kept = [t for t in group.trajectories() if t.unit.sample != 4]
+    assert [t.finish for t in kept] == ["stop", "stop", "", ""]
+
+    second = Bench(slots=3, group_size=5, lengths=lengths)
+    second.subscriber.version = 2
+    second.turn()
+    asked = second.asked()
+    second.loop.resume((0, 0), kept)
+    second.turn(6)
+    assert not second.take(Started), "its ledger knows"
+    (finished,) = second.take(Finished)
+    assert [(m.sample, m.response_tokens, m.born, m.reward, m.spans) for m in finished.samples] == [
+        (0, 1, 0, 1.0, ()),
+        (1, 2, 0, 2.0, ()),
+        (2, 9, 0, 9.0, ((0, 3), (1, 1), (2, 5))),
+        (3, 4, 0, 4.0, ((0, 2), (1, 1), (2, 1))),
+    ]
+    assert finished.left_out == [(0, 4, 0)]
+    long = second.store.get([(0, 0)])[0, 0][2]
+    assert long.tokens.tolist() == [7] * PROMPT + list(range(1, 10))
+    assert long.logprobs[PROMPT:].tolist() == pytest.approx([-made / 10 for made in range(1, 10)])
+    assert second.engine.capacity() == Capacity(3, 0, 0)
+    assert asked + second.asked() == 1, "what it goes on with wasn't asked for"
+
+
+def test_a_resumed_group_that_counts_no_more_is_dropped_with_all_that_it_has():
+    first = Bench()
+    first.grant(0)
+    first.turn(2)
+    (group,) = first.loop.drop_all()
+    second = Bench()
+    second.loop.resume((0, 0), group.trajectories())
+    second.say(Dropped([(0, 0)]))
+    second.turn(10)
+    assert not second.take(Finished)
+    assert second.engine.capacity() == Capacity(4, 0, 0)

@@ -45,6 +45,8 @@ class World:
     def begin(self, ledgers: int, state: LedgerState | None) -> None:
         self.ledgers = [Ledger(self.spec, index, ledgers, state) for index in range(ledgers)]
         self.running: list[TicketGrant] = []
+        self.owners: dict[Key, int] = {}
+        """Who goes on with what was unfinished; all else is made by 9."""
         for ledger in self.ledgers:
             ledger.check()
             ledger.ask(9, 1000)
@@ -78,12 +80,12 @@ class World:
         now = self.step
         spans = ((grant.min_version, 3), (now, 2)) if now > grant.min_version else ()
         metas = [SampleMeta(grant.ticket, i, grant.attempt, grant.min_version, 4, 5, float(i), spans) for i in range(2)]
-        for meta in metas:
-            self.ledger_of(grant.ticket).finished(9, meta)
         key = grant.ticket, grant.attempt
-        assert key not in self.archive, "a key is made once"
+        for meta in metas:
+            self.ledger_of(grant.ticket).finished(self.owners.get(key, 9), meta)
+        assert key not in self.archive or not self.archive[key].finished, "a key is made once"
         if self.rng.random() >= self.lost:
-            self.archive[key] = HeldGroup(*key, self.launch, grant.min_version, now, 10, metas)
+            self.archive[key] = HeldGroup(*key, self.launch, True, grant.min_version, now, 10, metas)
 
     def end_step(self, chosen: list[FormedGroup]) -> None:
         step = self.step
@@ -106,7 +108,16 @@ class World:
     def is_settled(numbers: list[int], unsettled: set[int], ticket: int) -> bool:
         return ticket < numbers[ticket % len(numbers)] and ticket not in unsettled
 
-    def crash(self, ledgers: int, generators: int) -> Plan:
+    def stop(self) -> None:
+        """What is at work is archived, too, as after a signal."""
+        self.checkpoint()
+        for grant in self.running:
+            if self.rng.random() >= self.lost:
+                key = grant.ticket, grant.attempt
+                self.archive[key] = HeldGroup(*key, self.launch, False, grant.min_version, self.step, 3, [])
+
+    def go_on(self, ledgers: int, generators: int) -> None:
+        """After a stop or a crash."""
         held: dict[int, list[HeldGroup]] = {20 + index: [] for index in range(generators)}
         for item in self.archive.values():
             held[20 + self.rng.randrange(generators)].append(item)
@@ -114,11 +125,12 @@ class World:
         self.check_plan(plan, held)
         self.launch += 1
         self.begin(ledgers, plan.ledger)
+        self.running = [TicketGrant(work.ticket, work.attempt, work.born) for work in plan.ledger.working]
+        self.owners = {(work.ticket, work.attempt): work.owner for work in plan.ledger.working}
         for step in [step for step in self.trained if step >= self.step]:
             del self.trained[step]
             self.journal.steps.pop(step, None)
         self.journal.launches[self.launch] = self.step
-        return plan
 
     def check_plan(self, plan: Plan, held: dict[int, list[HeldGroup]]) -> None:
         keys = {rank: {(g.ticket, g.attempt) for g in groups} for rank, groups in held.items()}
@@ -127,14 +139,17 @@ class World:
             assert all((g.ticket, g.attempt) in keys[g.owner] for g in formed.groups)
         finished = {(g.ticket, g.samples[0].attempt): g for g in plan.ledger.finished}
         assert all(key in keys[group.owner] for key, group in finished.items())
-        used = {(g.ticket, g.attempt) for f in plan.replay for g in f.groups} | finished.keys()
+        working = {(work.ticket, work.attempt) for work in plan.ledger.working}
+        assert all(not self.archive[key].finished for key in working)
+        used = {(g.ticket, g.attempt) for f in plan.replay for g in f.groups} | finished.keys() | working
         dropped = {key for keys in plan.dropped.values() for key in keys}
         assert dropped == set(self.archive) - used
         if self.lost == 0:
             assert plan.ledger.step == self.step, "all steps are repeated"
             covered = covered_by([plan.ledger])
-            unsettled = [k for k in self.archive if not self.is_settled(covered.next_numbers, set(covered.open), k[0])]
-            assert set(unsettled) == finished.keys(), "nothing that was finished is made again"
+            outstanding = {*covered.open, *(ticket for ticket, _ in working)}
+            unsettled = [k for k in self.archive if not self.is_settled(covered.next_numbers, outstanding, k[0])]
+            assert set(unsettled) == finished.keys() | working, "nothing that was made is made again"
 
 
 @settings(max_examples=80, deadline=None)
@@ -145,7 +160,9 @@ class World:
     lost=st.sampled_from([0.0, 0.0, 0.2]),
     seed=st.integers(0, 10**6),
 )
-def test_over_any_crashes_every_ticket_is_trained_once_within_the_bound(ledgers, staleness, publish_every, lost, seed):
+def test_over_any_stops_and_crashes_every_ticket_is_trained_once_within_the_bound(
+    ledgers, staleness, publish_every, lost, seed
+):
     spec = LedgerSpec(3, staleness, publish_every, 2, steps=12)
     if staleness == 0.5 and publish_every == 1:
         ledgers = [1 for _ in ledgers]  # no rounds here that move credits between ledgers
@@ -155,7 +172,9 @@ def test_over_any_crashes_every_ticket_is_trained_once_within_the_bound(ledgers,
             world.work()
             if world.rng.random() < 0.1:
                 world.checkpoint()
-        world.crash(count, world.rng.randint(1, 3))
+        if world.rng.random() < 0.5:
+            world.stop()
+        world.go_on(count, world.rng.randint(1, 3))
     for _ in range(600):
         if world.step == spec.steps:
             break
@@ -176,7 +195,7 @@ def state(step: int, next_number: int, returned: list[Key] = [], **changes: obje
 
 def held(ticket: int, born: int, newest: int, attempt: int = 0, launch: int = 0, rewards: tuple[float, ...] = (0, 1)):
     samples = [SampleMeta(ticket, i, attempt, born, 1, 4, reward) for i, reward in enumerate(rewards)]
-    return HeldGroup(ticket, attempt, launch, born, newest, 8, samples)
+    return HeldGroup(ticket, attempt, launch, True, born, newest, 8, samples)
 
 
 SPEC = LedgerSpec(2, 2, 1, 2, steps=50)
@@ -241,7 +260,8 @@ def test_the_line_for_people_says_what_was_saved():
     groups = {5: [held(3, 3, 3), held(10, 5, 5)]}
     plan = make_plan([state(4, 10, [(3, 0)])], journal, groups, SPEC, 1)
     text = plan.describe(groups)
-    assert text == "archive: 1 finished groups (8 tokens) go on; steps 5 to 5 are trained again with their 1 groups"
+    assert text.startswith("archive: 1 finished groups (8 tokens) and 0 unfinished ones (0) go on;")
+    assert text.endswith("; steps 5 to 5 are trained again with their 1 groups")
 
 
 def test_what_is_read_of_a_group_is_what_its_ledger_was_told():

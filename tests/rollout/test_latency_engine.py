@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -208,3 +209,21 @@ make_engine(RolloutConfig(engine="latency"), None, "float32", "cpu", 0, False, N
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_response_that_was_begun_goes_on_with_the_same_tokens_and_ends_where_it_would_have(clock: Clock) -> None:
+    config = LatencyConfig(token_ms=10, median_tokens=20, sigma=0.5)
+    whole = Collected()
+    first = LatencyEngine(config, slots=4)
+    for id in range(4):
+        first.add(request(id))
+    whole.run(first, clock)
+    rest, second = Collected(), LatencyEngine(config, slots=4)
+    for id in range(4):
+        second.add(replace(request(id), begun=tuple(whole.tokens[id][: 2 * id])))
+    began = clock.now
+    rest.run(second, clock)
+    for id in range(4):
+        assert rest.tokens[id] == whole.tokens[id][2 * id :]
+        assert rest.finish[id][0] == whole.finish[id][0]
+        assert rest.finish[id][1] - began == pytest.approx(len(rest.tokens[id]) * 0.01, abs=0.02)

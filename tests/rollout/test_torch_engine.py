@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -167,3 +168,30 @@ def test_a_model_in_several_files_is_read_by_its_index(llama_folder: Path, tmp_p
         engine.add(request(0, np.arange(5, dtype=np.int32)))
         samples.append(run(engine)[0])
     assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_response_that_was_begun_elsewhere_goes_on_as_if_it_hadnt_been_interrupted(
+    llama_folder: Path, deterministic: bool
+) -> None:
+    """Equal prompts with different beginnings are admitted together, beside one that begins anew."""
+    batch = prompts(4, seed=4)
+    batch[1] = batch[0]
+    whole = engine_of(llama_folder, deterministic=deterministic)
+    for i, prompt in enumerate(batch):
+        whole.add(request(i, prompt, temperature=1.0))
+    expected = run(whole)
+    engine = engine_of(llama_folder, deterministic=deterministic)
+    begun = [5, 3, 0, 11]
+    for i, prompt in enumerate(batch):
+        engine.add(replace(request(i, prompt, temperature=1.0), begun=tuple(expected[i].tokens[: begun[i]])))
+    for i, sample in run(engine).items():
+        assert isinstance(i, int)
+        assert sample.tokens == expected[i].tokens[begun[i] :]
+        np.testing.assert_allclose(sample.logprobs, expected[i].logprobs[begun[i] :], atol=1e-5)
+        assert sample.finish == "length"
+
+
+def test_tokens_that_the_model_doesnt_know_are_refused_in_what_was_begun(llama_folder: Path) -> None:
+    with pytest.raises(DataError, match="has token 5000"):
+        engine_of(llama_folder).add(replace(request(0, prompts(1)[0]), begun=(1, 5000)))
