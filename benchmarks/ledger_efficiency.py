@@ -18,8 +18,9 @@ step, mean over the steps; `publication`: until the generators have a new versio
 - `uncut S=… sigma=…`: without the limit of 32,768 tokens.
 - `delay=…`: weights that arrive so many (undelayed) steps late: floor (of the delayed run) / time of a step, and the
   time of a step over that without delay.
-- `staleness`: mean age of groups at S = 8, sigma 0.6, against taking groups in the order in which they were finished;
-  and the time of a step against that of the same run.
+- `staleness`: mean age of groups at S = 8, sigma 0.6, against taking groups in the order in which they were finished,
+  `first finished` (as far as the bound allows) and `unbounded` (waiting for no group, whatever its age); the largest
+  age; and the steps per second against those of the same run.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ from headrace.ranks.node import LedgerNode, Phase
 from headrace.ranks.outstanding import Stage, Ticket
 from headrace.ranks.simulator import MadeUpLengths, SimulatedJob, Simulation, Trace
 from headrace.ranks.tickets import LedgerSpec
-from headrace.ranks.watch import Watch
 from headrace.rollout.config import LatencyConfig
 
 NAME = "ledger_efficiency"
@@ -87,7 +87,7 @@ class Run:
         self.train_s = case.job.train_s
         self.generation_s = sum(g.sample_s for step in groups for g in step) / (GENERATORS * SLOTS) / len(groups)
         self.longest_s = [max(group.longest_s for group in step) for step in groups]
-        ages = [age for step in measured for age in step.ages]
+        ages = [s.formed.step - group.born for s in measured for group in self.trace.of_step(s)]
         self.mean_age, self.oldest = sum(ages) / len(ages), max(ages)
 
     @property
@@ -109,17 +109,28 @@ class Run:
 
 
 class Queue(Ledger):
-    """A ledger that hands out finished groups in the order in which they were finished."""
+    """A ledger that hands out finished groups in the order in which they were finished, and credits as they come."""
 
     def __init__(self, spec: LedgerSpec) -> None:
         self._order: dict[int, int] = {}
         super().__init__(spec, 0, 1)
 
-    def first(self, count: int) -> dict[int, int]:
-        """Deadline → how many of the first `count` finished groups have it."""
+    def adapt(self, left: int) -> None:
+        """Whatever is left over: every credit is dealt."""
+
+    def first(self, count: int, bounded: bool) -> dict[int, int]:
+        """Deadline → how many of the first `count` finished groups have it. Bounded: with as many of those that are due
+        first as the bound needs."""
         finished = [ticket for ticket in self._tickets.values() if ticket.stage is Stage.FINISHED]
         finished.sort(key=lambda ticket: self._order[ticket.number])
-        return Counter(self._deadline(ticket) for ticket in finished[:count])
+        needed: list[Ticket] = []
+        by_deadline = sorted(self._tickets.values(), key=self._deadline)
+        for place, ticket in enumerate(by_deadline if bounded else ()):
+            over = place + 1 - len(needed) - (self._deadline(ticket) - self.step) * count
+            if over > 0:
+                needed += [t for t in by_deadline[: place + 1] if t in finished and t not in needed][:over]
+        rest = [ticket for ticket in finished if ticket not in needed]
+        return Counter(self._deadline(ticket) for ticket in [*needed, *rest][:count])
 
     def _move(self, ticket: Ticket, stage: Stage, reserved: int) -> None:
         super()._move(ticket, stage, reserved)
@@ -131,29 +142,47 @@ class Queue(Ledger):
         return {deadline: sorted(numbers, key=self._order.__getitem__) for deadline, numbers in found.items()}
 
 
-class QueueWatch(Watch):
-    def formable(self) -> bool:
-        return self._finished.total() >= self._spec.groups_per_step
-
-
 class FirstFinishedFirst(LedgerNode):
-    """One ledger that waits for no group in particular: first finished, first trained."""
+    """One ledger that trains groups in the order in which they are finished, as far as the bound allows."""
+
+    bounded = True
 
     def __init__(self, spec: LedgerSpec, *args: Any) -> None:
         super().__init__(spec, *args)
         self.ledger = self._queue = Queue(spec)
 
     def _decide(self, standings: Sequence[Standing]) -> Decision:
-        enough = sum(standings[0].finished.values()) >= self.spec.groups_per_step
-        forming = self._contributed is Phase.FORMING
-        return Decision([self._queue.first(self.spec.groups_per_step)] if enough and forming else None)
+        if not self._is_formable(super()._decide(standings)):
+            return Decision(None)
+        return Decision([self._queue.first(self.spec.groups_per_step, self.bounded)])
 
-    def _watch_from(self, standings: Sequence[Standing], moves: Sequence[int]) -> None:
-        self._watch = QueueWatch(self.spec, standings, moves, False, False)
+    def _is_formable(self, decision: Decision) -> bool:
+        return decision.taken is not None
 
 
-class QueueSimulation(Simulation):
+class Unbounded(FirstFinishedFirst):
+    """Waits for no group in particular."""
+
+    bounded = False
+
+    def tick(self, now: float) -> None:
+        self._urgent |= self._has_enough()
+        super().tick(now)
+
+    def _is_formable(self, decision: Decision) -> bool:
+        return self._has_enough() and self._contributed is Phase.FORMING
+
+    def _has_enough(self) -> bool:
+        enough = sum(self._queue.standing().finished.values()) >= self.spec.groups_per_step
+        return enough and self.phase is Phase.FORMING
+
+
+class FirstFinishedSimulation(Simulation):
     node_type = FirstFinishedFirst
+
+
+class UnboundedSimulation(Simulation):
+    node_type = Unbounded
 
 
 def main() -> None:
@@ -187,10 +216,12 @@ def report_delays(steps: int, as_json: bool) -> None:
 
 def report_staleness(steps: int, as_json: bool) -> None:
     case = Case(8, 0.6)
-    ours, theirs = Run(case, steps), Run(case, steps, QueueSimulation)
-    report(NAME, "staleness", ours.mean_age, theirs.mean_age, "steps", as_json)
-    report(NAME, "largest staleness", ours.oldest, theirs.oldest, "steps", as_json)
-    report(NAME, "speed at that staleness", 1 / ours.step_s, 1 / theirs.step_s, "steps/s", as_json)
+    ours = Run(case, steps)
+    for text, simulation in (("first finished", FirstFinishedSimulation), ("unbounded", UnboundedSimulation)):
+        theirs = Run(case, steps, simulation)
+        report(NAME, f"staleness, {text}", ours.mean_age, theirs.mean_age, "steps", as_json)
+        report(NAME, f"largest staleness, {text}", ours.oldest, theirs.oldest, "steps", as_json)
+        report(NAME, f"speed, {text}", 1 / ours.step_s, 1 / theirs.step_s, "steps/s", as_json)
 
 
 if __name__ == "__main__":
