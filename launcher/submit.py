@@ -152,11 +152,10 @@ def _load(wish: Wish, profile: Profile, settings: Sequence[str]) -> Config:
 
 def read_tree(config: Path | Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
     """A config that isn't validated yet, with the overrides in it, and what errors call it."""
-    named = isinstance(config, Path)
-    tree = read_yaml(config) if named else copy.deepcopy(dict(config))
+    tree = read_yaml(config) if isinstance(config, Path) else copy.deepcopy(dict(config))
     for override in overrides:
         apply_override(tree, override)
-    return tree, str(config) if named else "config"
+    return tree, str(config) if isinstance(config, Path) else "config"
 
 
 def _name(wish: Wish, profile: Profile) -> str:
@@ -174,7 +173,7 @@ def render(configs: Sequence[Config], folder: Path, wish: Wish, profile: Profile
         loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True, autoescape=False
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
-    environment.filters["double_quote"] = _double_quote
+    environment.filters["double_quote"] = double_quote
     return environment.get_template(TEMPLATE).render(
         script=folder / SCRIPT,
         directives=list(directives(configs, folder, wish, profile)),
@@ -186,7 +185,7 @@ def render(configs: Sequence[Config], folder: Path, wish: Wish, profile: Profile
     )
 
 
-def _double_quote(value: str) -> str:
+def double_quote(value: str) -> str:
     """For bash, with variables left in."""
     return '"' + re.sub(r'(["`\\])', r"\\\1", value) + '"'
 
