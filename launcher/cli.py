@@ -62,6 +62,11 @@ Ranks = Annotated[
 ]
 
 
+ProfileName = Annotated[
+    str, typer.Option("--profile", metavar="NAME|PATH", help="The cluster: cpu, nvidia, ascend, or a YAML file.")
+]
+
+
 def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"headrace {importlib.metadata.version('headrace')}")
@@ -96,9 +101,7 @@ def run(
 def submit(
     config: ConfigFile,
     overrides: Overrides = None,
-    profile: Annotated[
-        str, typer.Option("--profile", metavar="NAME|PATH", help="The cluster: cpu, nvidia, ascend, or a YAML file.")
-    ] = "cpu",
+    profile: ProfileName = "cpu",
     nodes: Annotated[int, typer.Option("--nodes", "-N", min=1, help="Nodes for the ranks.")] = 1,
     spare_nodes: Annotated[
         int, typer.Option("--spare-nodes", min=0, help="More nodes, to take the place of lost ones.")
@@ -169,12 +172,14 @@ def doctor(
     overrides: Overrides = None,
     ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, help="Ranks of the world to examine.")] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Examine so many nodes, in a Slurm job.")] = None,
+    profile: ProfileName = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print findings and measurements as JSON.")] = False,
 ) -> None:
     """Check whether a job can work here: this machine, and a small world of ranks."""
     from headrace.launcher.doctor.command import doctor as examine
+    from headrace.launcher.profile import load_profile
 
-    raise typer.Exit(examine(config, overrides or (), ranks, nodes, as_json))
+    raise typer.Exit(examine(config, overrides or (), load_profile(profile), ranks, nodes, as_json))
 
 
 RunName = typer.Argument(metavar="RUN", help="Name of a run under ./runs, or its folder.")

@@ -13,13 +13,14 @@ import msgspec
 from rich.console import Console
 
 from headrace.comm.errors import ConfigError, HeadraceError
-from headrace.launcher.config import Config, LaunchConfig, load
+from headrace.launcher.config import Config, LaunchConfig, apply_override, read_yaml, validate
 from headrace.launcher.doctor import disk, inputs, machine, slurm
 from headrace.launcher.doctor.findings import Check, Finding, examine, fail, failed, show
 from headrace.launcher.doctor.report import Report
 from headrace.launcher.doctor.world import Order, in_a_job, on_this_machine
 from headrace.launcher.environment import clean
 from headrace.launcher.mpi import MpiInstallation, choose_mpi
+from headrace.launcher.profile import Profile
 
 CHECK_LIMIT_S = 60.0
 WORLD_LIMIT_S = 300.0
@@ -33,13 +34,14 @@ QUEUE_LIMIT_S = 1800.0
 class Patient:
     """What is examined."""
 
+    profile: Profile
     config: Config | None
     installation: MpiInstallation | None
     findings: list[Finding] = field(default_factory=list)
 
     @property
     def launch(self) -> LaunchConfig:
-        return self.config.launch if self.config else LaunchConfig()
+        return self.config.launch if self.config else LaunchConfig.model_validate(self.profile.launch())
 
     @property
     def folder(self) -> Path:
@@ -49,15 +51,18 @@ class Patient:
         self.findings.append(examine(name, check, limit_s))
 
 
-def doctor(file: Path | None, overrides: Sequence[str], ranks: int | None, nodes: int | None, as_json: bool) -> int:
+def doctor(
+    file: Path | None, overrides: Sequence[str], profile: Profile, ranks: int | None, nodes: int | None, as_json: bool
+) -> int:
     """Examine this machine and a world of ranks; returns 1 if anything fails, else 0.
 
     Args:
         file: config of the job that is to run here; none examines what every job needs.
+        profile: of the cluster.
         ranks: of the world.
         nodes: examine so many nodes, in a job of Slurm.
     """
-    patient = _admit(file, overrides)
+    patient = _admit(file, overrides, profile)
     _say("checking this machine")
     _check_machine(patient)
     report = _check_world(patient, ranks, nodes)
@@ -74,12 +79,12 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _admit(file: Path | None, overrides: Sequence[str]) -> Patient:
+def _admit(file: Path | None, overrides: Sequence[str], profile: Profile) -> Patient:
     """Read the config and choose the MPI; what is wrong with them is found, not raised."""
-    patient = Patient(None, None)
+    patient = Patient(profile, None, None)
     if file is not None:
         try:
-            patient.config = load(file, overrides)
+            patient.config = _load(file, overrides, profile)
             patient.findings.append(inputs.check_config(patient.config, str(file)))
         except ConfigError as error:
             patient.findings.append(fail("config", str(error)))
@@ -89,6 +94,15 @@ def _admit(file: Path | None, overrides: Sequence[str]) -> Patient:
     except ConfigError as error:
         patient.findings.append(fail("MPI", str(error)))
     return patient
+
+
+def _load(file: Path, overrides: Sequence[str], profile: Profile) -> Config:
+    """The config as `headrace submit` would take it."""
+    tree = read_yaml(file)
+    for override in overrides:
+        apply_override(tree, override)
+    tree["launch"] = profile.launch() | (tree.get("launch") or {})
+    return validate(tree, str(file))
 
 
 def _check_machine(patient: Patient) -> None:
@@ -119,7 +133,7 @@ def _check_world(patient: Patient, ranks: int | None, nodes: int | None) -> Repo
         )
     order = _order(patient, patient.installation, _ranks(patient.config, ranks, nodes), nodes)
     start: Callable[[], Report] = (
-        partial(on_this_machine, order) if nodes is None else partial(in_a_job, order, nodes, _say)
+        partial(on_this_machine, order) if nodes is None else partial(in_a_job, order, nodes, patient.profile, _say)
     )
     _say(f"starting {order.ranks} ranks {'by mpirun here' if nodes is None else f'on {nodes} nodes'}")
     try:
@@ -142,8 +156,7 @@ def _order(patient: Patient, installation: MpiInstallation, ranks: int, nodes: i
         installation=installation,
         ranks=ranks,
         threads=threads or max(1, len(os.sched_getaffinity(0)) * (nodes or 1) // ranks),
-        python=patient.launch.python or Path(sys.executable),
+        launch=patient.launch,
         folder=patient.folder.parent,
-        extra=patient.launch.env,
         limit_s=WORLD_LIMIT_S if nodes is None else QUEUE_LIMIT_S,
     )

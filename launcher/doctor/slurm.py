@@ -11,14 +11,16 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from headrace.comm.errors import HeadraceError
+from headrace.launcher.config import LaunchConfig
 from headrace.launcher.doctor.findings import Check, Finding, ok, warn
-from headrace.launcher.environment import clean
 from headrace.launcher.mpi import Family, MpiInstallation
+from headrace.launcher.profile import Profile
 from headrace.launcher.queue import ask, tell
+from headrace.launcher.submit import sbatch_environment
 
 PMI_TYPES = re.compile(r"\b(none|pmi2|pmix(?:_v\d+)?|cray_shasta|openmpi)\b")
 FITTING: dict[Family, tuple[str, ...]] = {"openmpi": ("pmix",), "mpich": ("pmi2", "cray_shasta")}
@@ -94,30 +96,54 @@ def check_requeue() -> Finding:
     return warn("requeue", f"{name} doesn't requeue jobs by itself (JobRequeue = 0)", "Give --requeue to sbatch.")
 
 
-def start_line(installation: MpiInstallation, pmi: str | None, ranks: int, program: Sequence[str]) -> list[str]:
+def start_line(
+    installation: MpiInstallation, launch: LaunchConfig, pmi: str | None, ranks: int, program: Sequence[str]
+) -> list[str]:
     """The command that starts the ranks inside a job, on all its nodes."""
     if pmi is not None:
-        options = ["--cpus-per-task=1", "--kill-on-bad-exit=1", "--wait=60", "--unbuffered"]
-        return ["srun", f"--mpi={pmi}", f"--ntasks={ranks}", *options, *program]
+        fixed = ["--kill-on-bad-exit=1", "--wait=60", "--unbuffered", *launch.srun_options]
+        return [
+            "srun",
+            f"--mpi={pmi}",
+            f"--ntasks={ranks}",
+            f"--cpus-per-task={launch.cpus_per_rank}",
+            *fixed,
+            *program,
+        ]
     personal = ["--personality", "ompi"] if installation.mpirun.name == "prterun" else []
     flags = [*personal, "--allow-run-as-root", "--bind-to", "none"] if installation.family == "openmpi" else []
     return [str(installation.mpirun), *flags, "-n", str(ranks), *program]
 
 
-def job_script(start: Sequence[str], nodes: int, ranks: int, log: Path, environment: Mapping[str, str]) -> str:
-    """A job that starts the ranks once. The queue and the account come from SBATCH_PARTITION and SBATCH_ACCOUNT."""
-    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
-    return f"""#!/bin/bash
-#SBATCH --job-name=headrace-doctor
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks={ranks}
-#SBATCH --ntasks-per-node={-(-ranks // nodes)}
-#SBATCH --cpus-per-task=1
-#SBATCH --time={JOB_MINUTES}
-#SBATCH --no-requeue
-#SBATCH --output={log}
-{exports}exec {shlex.join(start)}
-"""
+def job_script(
+    start: Sequence[str], nodes: int, ranks: int, log: Path, environment: Mapping[str, str], profile: Profile
+) -> str:
+    """A job that starts the ranks once, set up as the profile says.
+
+    Args:
+        start: see `start_line`.
+        environment: of the ranks; counts more than the profile's.
+    """
+    lines = [f"#SBATCH {option}" for option in _options(nodes, ranks, log, profile)]
+    lines += profile.lines()
+    lines += [f'export {name}="{value}"' for name, value in profile.variables().items()]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
+    return "\n".join(["#!/bin/bash", *lines, f"exec {shlex.join(start)}", ""])
+
+
+def _options(nodes: int, ranks: int, log: Path, profile: Profile) -> Iterator[str]:
+    yield "--job-name=headrace-doctor"
+    yield f"--nodes={nodes}"
+    yield f"--ntasks-per-node={-(-ranks // nodes)}"
+    yield f"--cpus-per-task={profile.cpus_per_rank}"
+    yield f"--time={JOB_MINUTES}"
+    yield "--no-requeue"
+    yield f"--output={log}"
+    site = {"partition": profile.partition, "account": profile.account, "gres": profile.gres, "mem": profile.mem}
+    yield from (f"--{name}={value}" for name, value in site.items() if value is not None)
+    if profile.exclusive:
+        yield "--exclusive"
+    yield from profile.options
 
 
 def sbatch(script: Path) -> int:
@@ -126,11 +152,10 @@ def sbatch(script: Path) -> int:
     Raises:
         HeadraceError: sbatch refused it.
     """
-    kept = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
-    code, output, error = ask(["sbatch", "--parsable", str(script)], clean(os.environ) | kept)
+    code, output, error = ask(["sbatch", "--parsable", str(script)], sbatch_environment(os.environ))
     if code or not (number := output.partition(";")[0]).isdigit():
-        remedy = "SBATCH_PARTITION and SBATCH_ACCOUNT name its queue and its account."
-        raise HeadraceError(f"sbatch refused the doctor's job: {error or output}. {remedy}")
+        told = " ".join((error or output).split())
+        raise HeadraceError(f"sbatch refused the doctor's job: {told}. A --profile names partition and account.")
     return int(number)
 
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.launcher.config import LaunchConfig
 from headrace.launcher.doctor.disk import existing
 from headrace.launcher.doctor.findings import fail
 from headrace.launcher.doctor.report import Report, read_report
@@ -26,6 +28,7 @@ from headrace.launcher.doctor.slurm import job_script, offered_types, pmi_of, sb
 from headrace.launcher.environment import clean, rank_environment
 from headrace.launcher.mpi import MpiInstallation
 from headrace.launcher.processes import kill_job
+from headrace.launcher.profile import Profile
 from headrace.launcher.queue import queued
 
 PROGRAM = ("-m", "headrace.launcher.doctor")
@@ -51,22 +54,20 @@ class Order:
     ranks: int
     threads: int
     """Compute threads of each."""
-    python: Path
+    launch: LaunchConfig
     folder: Path
     """Where run folders are made."""
-    extra: Mapping[str, str]
-    """Set for the ranks: `launch.env`."""
     limit_s: float
     """Of the whole world, in seconds."""
 
     def program(self, report: Path) -> list[str]:
         return [
-            *(str(self.python), *PROGRAM, "--ranks", str(self.ranks)),
+            *(*self.launch.wrap, str(self.launch.python or sys.executable), *PROGRAM, "--ranks", str(self.ranks)),
             *("--folder", str(self.folder.absolute()), "--report", str(report)),
         ]
 
     def environment(self, job: str, environ: Mapping[str, str]) -> dict[str, str]:
-        return rank_environment(environ, self.threads, job) | {**self.installation.environment, **self.extra}
+        return rank_environment(environ, self.threads, job) | {**self.installation.environment, **self.launch.env}
 
 
 def on_this_machine(order: Order) -> Report:
@@ -77,7 +78,7 @@ def on_this_machine(order: Order) -> Report:
         return _run(command, order, report, clean(os.environ))
 
 
-def in_a_job(order: Order, nodes: int, say: Callable[[str], None], submit: Submit = sbatch) -> Report:
+def in_a_job(order: Order, nodes: int, profile: Profile, say: Callable[[str], None], submit: Submit = sbatch) -> Report:
     """Start the ranks on so many nodes: in the allocation of this shell if it has them, else in a job of their own.
 
     Args:
@@ -88,13 +89,13 @@ def in_a_job(order: Order, nodes: int, say: Callable[[str], None], submit: Submi
     """
     with _job_folder(order.folder) as work:
         report = work / "report.json"
-        pmi = pmi_of(order.installation.family, offered_types())
-        start = start_line(order.installation, pmi, order.ranks, order.program(report))
+        pmi = order.launch.pmi or pmi_of(order.installation.family, offered_types())
+        start = start_line(order.installation, order.launch, pmi, order.ranks, order.program(report))
         if int(os.environ.get("SLURM_NNODES", 0)) >= nodes:
             return _run(start, order, report, os.environ)
         script = work / "doctor.sh"
         environment = order.environment("doctor", {})
-        script.write_text(job_script(start, nodes, order.ranks, work / LOG, environment))
+        script.write_text(job_script(start, nodes, order.ranks, work / LOG, environment, profile))
         return _wait(submit(script), order, report, say)
 
 

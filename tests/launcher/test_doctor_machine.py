@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from headrace.comm.errors import HeadraceError
-from headrace.launcher.config import Config, load, validate
+from headrace.launcher.config import Config, LaunchConfig, load, validate
 from headrace.launcher.doctor import command, disk, inputs, machine, slurm
 from headrace.launcher.mpi import MpiInstallation, choose_mpi
+from headrace.launcher.profile import Profile
 
 MOUNTS = """\
 /dev/vda / ext4 rw 0 0
@@ -80,7 +81,7 @@ def test_inputs_are_checked_as_a_run_checks_them(tmp_path: Path) -> None:
 
 
 def test_a_config_that_cannot_be_read_is_found_not_raised_and_the_rest_is_examined() -> None:
-    patient = command._admit(Path("nowhere.yaml"), ())
+    patient = command._admit(Path("nowhere.yaml"), (), Profile())
     assert [(found.check, found.level) for found in patient.findings] == [("config", "FAIL"), ("MPI", "OK")]
     assert "nowhere.yaml can't be read" in patient.findings[0].text
     assert patient.folder == Path("runs")
@@ -88,7 +89,7 @@ def test_a_config_that_cannot_be_read_is_found_not_raised_and_the_rest_is_examin
 
 def test_without_slurm_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "has_srun", lambda: False)
-    (found,) = command._check_world(command._admit(None, ()), None, 2).findings
+    (found,) = command._check_world(command._admit(None, (), Profile()), None, 2).findings
     assert (found.level, found.text) == ("FAIL", "--nodes 2 needs Slurm, but there is no srun on PATH")
 
 
@@ -246,23 +247,27 @@ def test_an_srun_that_names_no_type_is_a_warning_about_slurm(programs: Path) -> 
     assert (found.level, found.text) == ("WARN", "`srun --mpi=list` names no type.")
 
 
-def test_the_script_asks_for_what_the_ranks_need_and_quotes_values(tmp_path: Path) -> None:
-    start = slurm.start_line(installation("mpich"), "pmi2", 5, ["python", "-m", "x"])
-    assert start[:3] == ["srun", "--mpi=pmi2", "--ntasks=5"]
-    assert "--cpus-per-task=1" in start
-    script = slurm.job_script(start, 2, 5, tmp_path / "log", {"A": "it's"})
-    assert "#SBATCH --ntasks-per-node=3\n" in script
-    assert "export A='it'\"'\"'s'\n" in script
-    assert script.endswith("--unbuffered python -m x\n")
+def test_the_script_asks_for_what_profile_and_ranks_need_and_quotes_values(tmp_path: Path) -> None:
+    launch = LaunchConfig(cpus_per_rank=8, srun_options=["--container-image=x"])
+    start = slurm.start_line(installation("mpich"), launch, "pmi2", 5, ["python", "-m", "x"])
+    assert start[:4] == ["srun", "--mpi=pmi2", "--ntasks=5", "--cpus-per-task=8"]
+    profile = Profile(partition="p", gres="npu:8", cpus_per_rank=8, setup=["source set_env.sh"], options=["--qos=long"])
+    script = slurm.job_script(start, 2, 5, tmp_path / "log", {"A": "it's"}, profile)
+    for line in ("partition=p", "gres=npu:8", "cpus-per-task=8", "ntasks-per-node=3", "qos=long"):
+        assert f"#SBATCH --{line}\n" in script
+    assert script.endswith(
+        "source set_env.sh\nexport A='it'\"'\"'s'\nexec srun --mpi=pmi2 --ntasks=5 --cpus-per-task=8 "
+        "--kill-on-bad-exit=1 --wait=60 --unbuffered --container-image=x python -m x\n"
+    )
 
 
 def test_without_a_fitting_type_mpirun_starts_the_ranks_in_the_job() -> None:
-    line = slurm.start_line(installation("openmpi"), None, 5, ["x"])
+    line = slurm.start_line(installation("openmpi"), LaunchConfig(), None, 5, ["x"])
     assert line[0].endswith("prterun")
     assert line[-3:] == ["-n", "5", "x"]
 
 
-def test_a_refused_job_names_the_variables_that_choose_its_queue(programs: Path, tmp_path: Path) -> None:
+def test_a_refused_job_says_what_chooses_its_queue(programs: Path, tmp_path: Path) -> None:
     program(programs, "sbatch", "echo 'invalid partition' >&2; exit 1")
-    with pytest.raises(HeadraceError, match=r"refused the doctor's job: invalid partition\. SBATCH_PARTITION"):
+    with pytest.raises(HeadraceError, match=r"refused the doctor's job: invalid partition\. A --profile names"):
         slurm.sbatch(tmp_path / "x.sh")
