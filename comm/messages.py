@@ -46,7 +46,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of all messages."""
 
 
-class TicketGrant(msgspec.Struct, frozen=True, array_like=True):
+class TicketGrant(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The right, and the duty, to produce one group."""
 
     ticket: int
@@ -55,7 +55,7 @@ class TicketGrant(msgspec.Struct, frozen=True, array_like=True):
     """The oldest version any token of the group may be sampled with."""
 
 
-class SampleMeta(msgspec.Struct, frozen=True, array_like=True):
+class SampleMeta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the ledger learns of a finished sample; the data stays with its owner until it is pulled."""
 
     ticket: int

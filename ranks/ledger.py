@@ -32,7 +32,7 @@ from collections.abc import Collection, Mapping
 from headrace.comm.messages import SampleMeta, TicketGrant
 from headrace.ranks import forming
 from headrace.ranks.forming import Standing
-from headrace.ranks.outstanding import Stage, Ticket, Work, readmitted, resumed
+from headrace.ranks.outstanding import OPEN, Stage, Ticket, Work, readmitted, resumed
 from headrace.ranks.tickets import (
     NO_VARIANCE,
     OVERDUE,
@@ -180,8 +180,10 @@ class Ledger:
         if ticket is None or not self._counts(ticket, sample.sample, sample.attempt, sample.born):
             self._supersede(generator, sample.ticket, sample.attempt)
             return
-        self._work(ticket, sample.attempt, generator).samples[sample.sample] = sample
-        self._complete_if_whole(ticket, sample.attempt)
+        work = self._work(ticket, sample.attempt, generator)
+        work.samples[sample.sample] = sample
+        if len(work.samples) + len(work.left_out) == self._size:
+            self._complete(ticket, sample.attempt)
 
     def left_out(self, generator: int, number: int, sample: int, attempt: int) -> None:
         """A sample of a group that was cut ends without data."""
@@ -189,8 +191,10 @@ class Ledger:
         if ticket is None or not self._counts(ticket, sample, attempt, ticket.floor):
             self._supersede(generator, number, attempt)
             return
-        self._work(ticket, attempt, generator).left_out.add(sample)
-        self._complete_if_whole(ticket, attempt)
+        work = self._work(ticket, attempt, generator)
+        work.left_out.add(sample)
+        if work.settled == self._size:
+            self._complete(ticket, attempt)
 
     def failed(self, number: int, attempt: int, reason: str) -> None:
         """The group is given up for good: its credit is free, another ticket takes its place."""
@@ -252,12 +256,12 @@ class Ledger:
     def _counts(self, ticket: Ticket, sample: int, attempt: int, born: int) -> bool:
         """Whether the sample is one that an unfinished ticket lacks. A result of an older attempt is as good as one of
         the newest if it is young enough for the deadline."""
-        if not ticket.open or not 0 <= sample < self._size:
+        if ticket.stage not in OPEN or not 0 <= sample < self._size:
             return False
         if not ticket.since <= attempt <= ticket.attempt:
             return False
         work = ticket.works.get(attempt)
-        if work is not None and work.has(sample):
+        if work is not None and (sample in work.samples or sample in work.left_out):
             return False
         if born < ticket.floor and attempt == ticket.attempt:
             raise LedgerRuleError(f"ticket {ticket.number} sample {sample}: born {born}, granted {ticket.floor}")
@@ -271,11 +275,9 @@ class Ledger:
             raise LedgerRuleError(f"rank {generator} finished ticket {ticket.number} of rank {work.generator}")
         return work
 
-    def _complete_if_whole(self, ticket: Ticket, attempt: int) -> None:
-        """An old attempt that is whole may have become too old by the start of the newest since it began."""
+    def _complete(self, ticket: Ticket, attempt: int) -> None:
+        """An attempt is whole. An old one may have become too old by the start of the newest since it began."""
         work = ticket.works[attempt]
-        if len(work.samples) + len(work.left_out) < self._size:
-            return
         if any(sample.born < ticket.floor for sample in work.samples.values()):
             self._superseded += work.settled
             del ticket.works[attempt]

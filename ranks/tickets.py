@@ -116,7 +116,7 @@ class TicketCounts(msgspec.Struct, frozen=True, array_like=True):
         return self.issued == self.trained + self.dropped + self.failed + self.outstanding + self.returned
 
 
-class FormedGroup(msgspec.Struct, frozen=True, array_like=True):
+class FormedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One group of a formed step: all that every replica needs to know of it."""
 
     ticket: int
