@@ -190,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _abort(comm)
     _publish(findings, world, options.report)
     _end_after(LEAVE_LIMIT_S)
+    MPI.Finalize()  # here, since the interpreter's own end would call it without a limit
     sys.exit(1 if failed(findings) and comm.Get_rank() == 0 and options.report is None else 0)
 
 
