@@ -59,7 +59,7 @@ QUEUE_BYTES = 256 * MIB
 """Most that waits for the disk; what comes then isn't archived."""
 
 SUFFIX, PARTIAL = ".h5", ".writing"
-MAGIC = b"headrace"
+MAGIC = b"HDRACE01"
 TAIL = struct.Struct("<QQ8s")
 """Bytes of the index, their XXH3-64, magic number."""
 
@@ -136,6 +136,11 @@ def read_segment(path: Path) -> Segment:
             name = f"Ticket {entry.ticket}, attempt {entry.attempt}, in {path}"
             segment.damaged.append(f"{name} is damaged (its checksum differs) and can't be used.")
     return segment
+
+
+def launches_in(folder: Path) -> set[int]:
+    """The launches that have left segments."""
+    return {launch_of(path) for path in folder.glob(f"*-*-*{SUFFIX}")}
 
 
 def launch_of(path: Path) -> int:

@@ -16,7 +16,7 @@ from headrace.comm.exchange import SampleStore
 from headrace.comm.messages import Salvaged
 from headrace.comm.weights import Publisher, Subscriber
 from headrace.comm.weights_mpi import MpiPublisher, MpiSubscriber
-from headrace.ranks.archive import Archived, ArchiveFiles, ArchiveWriter, read_share
+from headrace.ranks.archive import Archived, ArchiveFiles, ArchiveWriter, launches_in, read_share
 from headrace.ranks.config import JobConfig
 from headrace.ranks.courier import Courier
 from headrace.ranks.journal import JOURNAL, JournalWriter, read_journal
@@ -171,8 +171,10 @@ def start_step_of(config: JobConfig, resume: bool) -> int:
 
 def launch_of(config: JobConfig, start_step: int) -> int:
     """How often a run that goes on from this step was started before, as far as its archive knows."""
-    journal = config.run.folder / ARCHIVE / JOURNAL
-    return read_journal(journal).next_launch if config.checkpoint.archive and start_step else 0
+    folder = config.run.folder / ARCHIVE
+    if not config.checkpoint.archive or start_step == 0:
+        return 0
+    return 1 + max({*read_journal(folder / JOURNAL).launches, *launches_in(folder)}, default=-1)
 
 
 def build_generator(rank: Rank, data: Data, links: Links) -> Parts:

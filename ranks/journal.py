@@ -55,10 +55,6 @@ class Journal:
         """What was sampled in `launch` by versions newer than this belongs to steps that were undone; None: nothing."""
         return min((step for later, step in self.launches.items() if later > launch), default=None)
 
-    @property
-    def next_launch(self) -> int:
-        return 1 + max(self.launches, default=-1)
-
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Began | Trained)

@@ -7,12 +7,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
 from jobs import check_books, latency_config, metrics_of, run_job, start_job
 from tiny import await_steps, kill_after
 
 from headrace.comm.columns import COLUMN_DTYPES
-from headrace.ranks.archive import Archived, read_share
+from headrace.ranks.archive import Archived, read_segment, read_share
 from headrace.ranks.journal import read_journal
 
 STOPPED, KILLED = 75, 137
@@ -29,6 +30,12 @@ def config(generators: int, archive: bool = True, token_ms: float = 2, train_s: 
         rollout={"latency": {"token_ms": token_ms, "train_s": train_s}},
         checkpoint={"every": EVERY, "archive": archive},
     )
+
+
+def archived_as_is(folder: Path) -> set[tuple[int, int]]:
+    """The finished groups that can be read."""
+    segments = read_share(folder / "runs/job/archive", 99, 0, 1)
+    return {group.key for segment in segments for group in segment.groups if group.finished}
 
 
 def archived(folder: Path, finished: bool = True) -> dict[tuple[int, int], Archived]:
@@ -124,6 +131,26 @@ def test_groups_at_work_at_a_stop_go_on_from_their_tokens(tmp_path):
     assert kept.keys() & made.keys()
     metrics, _ = run_job(config(2, **slow), tmp_path, "--resume")
     check_end(tmp_path, metrics)
+
+
+@pytest.mark.slow
+def test_a_damaged_group_is_named_and_generated_again(tmp_path):
+    stop(tmp_path, config(3), 5)
+    folder = tmp_path / "runs/job/archive"
+    segment = max(folder.glob("*.h5"), key=lambda path: path.stat().st_size)
+    [ticket, attempt] = read_segment(segment).groups[0].key
+    with h5py.File(segment) as file:
+        place = file[f"{ticket:09d}_{attempt}/logprobs"].id.get_offset()
+    whole = bytearray(segment.read_bytes())
+    whole[place] ^= 1
+    segment.write_bytes(whole)
+    made = archived_as_is(tmp_path)
+    metrics, _ = run_job(config(3), tmp_path, "--resume")
+    check_end(tmp_path, metrics)
+    logs = "".join(path.read_text() for path in (tmp_path / "runs/job/latest").glob("rank_*.log"))
+    assert f"Ticket {ticket}, attempt {attempt}, in runs/job/archive/{segment.name} is damaged" in logs
+    attempts = {number: again for keys in trained(tmp_path).values() for number, again in keys}
+    assert {key for key in made if attempts.get(key[0], key[1]) != key[1]} == set(), "all others are trained"
 
 
 @pytest.mark.slow

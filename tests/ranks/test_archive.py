@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headrace.comm.columns import COLUMN_DTYPES, Group, make_group, trajectories_of
 from headrace.comm.trajectory import Trajectory, Unit
 from headrace.ranks import archive
-from headrace.ranks.archive import ArchiveFiles, ArchiveWriter, Record, image_of, read_segment, read_share
+from headrace.ranks.archive import ArchiveFiles, ArchiveWriter, Record, image_of, launches_in, read_segment, read_share
 
 PROGRAM = Path(__file__).with_name("archive_program.py")
 
@@ -143,6 +143,7 @@ def test_every_segment_of_earlier_launches_has_one_reader(tmp_path):
     (tmp_path / "0000-00001-000009.writing").write_bytes(b"half")
     shares = [[s.path for s in read_share(tmp_path, 2, index, 3)] for index in range(3)]
     read = [path.name for share in shares for path in share]
+    assert launches_in(tmp_path) == {0, 1, 2}
     assert sorted(read) == [f"{name}-000000.h5" for name in ("0000-00001", "0000-00002", "0001-00002", "0001-00003")]
     assert max(map(len, shares)) == 2
 

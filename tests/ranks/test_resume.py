@@ -304,7 +304,7 @@ def test_the_journal_is_what_was_written_up_to_the_first_torn_line(tmp_path):
     writer.close()
     read = read_journal(path)
     assert read == Journal({0: 0, 1: 3}, {2: lines[2], 3: Trained(3, batch, [state(4, 7)])})
-    assert (read.oldest_begin_after(0), read.oldest_begin_after(1), read.next_launch) == (3, None, 2)
+    assert (read.oldest_begin_after(0), read.oldest_begin_after(1)) == (3, None)
     assert said == []
 
 
