@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.launcher.runfolder import Attempt
-from headrace.launcher.srun_output import is_garbled, lost_a_node, reports
+from headrace.launcher.srun_output import Report, is_garbled, lost_a_node
 
 FULL_BYTES = 1 << 20
 """A disk with less free space than this counts as full."""
@@ -34,6 +34,8 @@ NAMED_RANK = (
     re.compile(r"^Abort\(\d+\) on node (\d+) "),
 )
 """How mpirun names a rank."""
+
+NAMED_PROCESS = re.compile(r"^=   PID (\d+) RUNNING AT ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,12 @@ class Failure:
 
 
 def first_failure(
-    attempt: Attempt, status: int, deaths: Sequence[int], output: list[str], mpirun_signal: int | None = None
+    attempt: Attempt,
+    status: int,
+    deaths: Sequence[int],
+    told: Sequence[Report],
+    output: list[str],
+    mpirun_signal: int | None = None,
 ) -> Failure:
     """What failed first: the rank that a signal ended without a word, or the earliest error that a rank wrote down.
 
@@ -69,20 +76,21 @@ def first_failure(
     those that were killed.
 
     Args:
-        deaths: the ranks in the order in which they ended.
+        deaths: the ranks in the order in which they ended; none where they ran on several hosts.
+        told: the ends of ranks that srun has reported.
         output: the last lines of mpirun.
         mpirun_signal: the signal that ended mpirun itself, if one did.
     """
     errors = {int(file.stem.removeprefix("error_")): file for file in attempt.folder.glob("error_*.txt")}
     reported = sorted(errors, key=lambda rank: errors[rank].stat().st_mtime)
-    deaths = deaths or [rank for report in reports(output) for rank in report.ranks]
+    deaths = deaths or [rank for report in told for rank in report.ranks]
     silent = [rank for rank in deaths if rank not in errors]
     silent.sort(key=lambda rank: not _has_crashed(attempt.rank_log(rank)))
     if mpirun_signal is not None and not reported:
         cause = f"mpirun itself was ended by {_signal(mpirun_signal)}, and the ranks with it.{_hint(mpirun_signal)}"
         return Failure(None, cause, output[-LAST_LINES:], attempt.mpirun_log, accident=True)
     suspects = silent + reported if status > 128 else reported + silent
-    rank = suspects[0] if suspects else _named_rank(output)
+    rank = suspects[0] if suspects else _named_rank(attempt, output)
     node = lost_a_node(output)
     if is_garbled(output):
         return Failure(None, GARBLED, output[-LAST_LINES:], attempt.mpirun_log, accident=True)
@@ -93,7 +101,7 @@ def first_failure(
     if rank in errors:
         accident = (attempt.folder / f"lost_{rank:03d}").exists() or node
         return Failure(rank, f"Rank {rank} failed: {_text(errors[rank])}", (), log, accident)
-    cause = _sudden_end(_name(rank, output), status)
+    cause = _sudden_end(_name(rank, told), status)
     if shutil.disk_usage(attempt.run).free < FULL_BYTES:
         cause += (
             f" The disk of {attempt.run} is full, so it couldn't write down why: free some space, then go on by "
@@ -102,9 +110,9 @@ def first_failure(
     return Failure(rank, cause, _last_lines(log), log, accident=status > 128)
 
 
-def _name(rank: int, output: Sequence[str]) -> str:
+def _name(rank: int, told: Sequence[Report]) -> str:
     """Where srun reports several ranks of a node at once, any of them may have been the first."""
-    report = next((report for report in reports(output) if rank in report.ranks), None)
+    report = next((report for report in told if rank in report.ranks), None)
     if report is None:
         return f"Rank {rank}"
     return f"Rank {' or '.join(map(str, report.ranks))} (on {report.node})"
@@ -114,9 +122,17 @@ def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace").strip()
 
 
-def _named_rank(output: Sequence[str]) -> int | None:
+def _named_rank(attempt: Attempt, output: Sequence[str]) -> int | None:
     matches = (pattern.search(line) for line in output for pattern in NAMED_RANK)
-    return next((int(match[1]) for match in matches if match), None)
+    named = next((int(match[1]) for match in matches if match), None)
+    return _rank_of_process(attempt, output) if named is None else named
+
+
+def _rank_of_process(attempt: Attempt, output: Sequence[str]) -> int | None:
+    """Over several hosts MPICH's mpirun names the process instead."""
+    pids = [match[1] for match in map(NAMED_PROCESS.match, output) if match]
+    files = [file for file in attempt.folder.glob("rank_*.pid") if file.read_text().strip() in pids]
+    return int(files[0].stem.removeprefix("rank_")) if len(files) == 1 else None
 
 
 def _sudden_end(name: str, status: int) -> str:

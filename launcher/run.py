@@ -33,7 +33,7 @@ from headrace.launcher.environment import rank_environment
 from headrace.launcher.failure import Failure, first_failure
 from headrace.launcher.processes import DeathWatch
 from headrace.launcher.runfolder import Attempt, writing
-from headrace.launcher.srun_output import NOISE, is_garbled, reports
+from headrace.launcher.srun_output import NOISE, Report, is_garbled, reports
 from headrace.launcher.starter import Starter
 from headrace.launcher.stop import StopRequest
 
@@ -52,6 +52,12 @@ PR_SET_PDEATHSIG = 1
 
 BANNER = re.compile(r"^(=   |={20,}$|YOUR APPLICATION TERMINATED|This typically refers to|Please see the FAQ page)")
 """Lines of MPICH's own messages; they are kept in mpirun.log and told in our words at the end."""
+
+EXIT_CODE = re.compile(r"^=   EXIT CODE: (\d+)$")
+"""What MPICH's mpirun says of the first rank that ended badly: its status, or the bare number of the signal."""
+
+CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
+"""Numbers that aren't statuses of ours."""
 
 FRAME = re.compile(r"^-{70,}$")
 """Opens and closes a message of Open MPI, of which the same is true."""
@@ -197,22 +203,26 @@ class Job:
             self.order.starter.kill(self.name)
 
     def _failing(self) -> bool:
-        ended = any("BAD TERMINATION" in line for line in self.tail) or any(reports(self.tail))
+        ended = any("BAD TERMINATION" in line for line in self.tail) or any(self._reports())
         return ended or self._has_errors() or is_garbled(self.tail)
+
+    def _reports(self) -> list[Report]:
+        return list(reports(self.tail)) if self.order.starter.is_srun else []
 
     def _has_errors(self) -> bool:
         return any(self.attempt.folder.glob("error_*.txt"))
 
     def _outcome(self, returncode: int, watch: DeathWatch) -> Outcome:
-        status = exit_status(returncode, self.tail)
+        told = self._reports()
+        status = exit_status(returncode, self.tail, told)
         if status == 0:
             return Outcome(0, None)
         if self.stop.signum is not None and not self._failed_while_stopping(status):
             return Outcome(STOPPED if status == STOPPED else 128 + self.stop.signum, None)
-        status = KILLED if self.killed and not any(reports(self.tail)) else status
+        status = KILLED if self.killed and not told else status
         # Only a signal to mpirun itself gives a negative code: when one ends a rank, mpirun exits with a status.
         mpirun_signal = -returncode if returncode < 0 and not self.killed else None
-        failure = first_failure(self.attempt, status, watch.deaths, list(self.tail), mpirun_signal)
+        failure = first_failure(self.attempt, status, watch.deaths, told, list(self.tail), mpirun_signal)
         return Outcome(status, failure, self.failed_at or time.monotonic())
 
     def _failed_while_stopping(self, status: int) -> bool:
@@ -221,17 +231,23 @@ class Job:
         return not self.killed and (self._has_errors() or crashed)
 
 
-def exit_status(returncode: int, output: Sequence[str]) -> int:
+def exit_status(returncode: int, output: Sequence[str], told: Sequence[Report] = ()) -> int:
     """The status as a shell gives it: 128 + number where a signal ended a rank, or mpirun itself.
 
-    MPICH's mpirun ends with the bare number of the signal and says so in its last lines. srun ends with the largest
-    status, perhaps of a rank that it has killed itself; the one that it reports first counts."""
+    MPICH's mpirun ends with the bare number of the signal and says so in its last lines; over several hosts it ends
+    with a status of its own. srun ends with the largest status, perhaps of a rank that it has killed itself; the one
+    that it reports first counts.
+
+    Args:
+        told: the ends of ranks that srun has reported.
+    """
     if returncode < 0:
         return 128 - returncode
-    if returncode and (first := next(reports(output), None)):
-        return first.status
+    if returncode and told:
+        return told[0].status
     killed = any("EXIT STRING" in line and f"(signal {returncode})" in line for line in output)
-    return 128 + returncode if killed else returncode
+    code = next((int(match[1]) for match in map(EXIT_CODE.match, output) if match), returncode)
+    return 128 + code if killed or code in CRASHES else code
 
 
 def _end_with_parent() -> None:

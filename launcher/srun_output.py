@@ -18,7 +18,8 @@ GARBLED = re.compile(r"^slurmstepd-?\S*: error: mpi/pmi2: invalid client request
 """Slurm's plugin cuts what MPICH writes now and then, at the end of its buffer (seen with 22.05); the start hangs."""
 NOISE = re.compile(
     r"^(srun: error: \S+: tasks? |srun: launch/slurm: _step_signal|srun: Force Terminated|srun: got SIG"
-    r"|srun: forcing job termination|srun: Job step aborted|slurmstepd-?\S*: error: (\*\*\* STEP |mpi/pmi2: )|cmd=put )"
+    r"|srun: forcing job termination|srun: Job step aborted|slurmstepd-?\S*: error: (\*\*\* STEP |mpi/pmi2: )|cmd=put "
+    r"|\[(proxy:\d+|mpiexec)@|\[\S+:\d+\] pmix_ptl_base: )"
 )
 """Lines about ranks that end; the launcher tells their end in its own words."""
 

@@ -40,6 +40,10 @@ class Starter(Protocol):
         """Whether all ranks run on the launcher's own host, so that it can watch their processes."""
 
     @property
+    def is_srun(self) -> bool:
+        """Whether srun tells how ranks end; mpirun's own srun tells the same of mpirun's daemons."""
+
+    @property
     def stop_signal(self) -> signal.Signals:
         """What the program passes on to every rank without ending them itself."""
 
@@ -61,6 +65,7 @@ class Here:
 
     installation: MpiInstallation
     one_host: bool = True
+    is_srun: bool = False
 
     @property
     def program(self) -> Path:
@@ -95,6 +100,10 @@ class InJob:
     @property
     def one_host(self) -> bool:
         return False
+
+    @property
+    def is_srun(self) -> bool:
+        return isinstance(self, Srun)
 
     def environment(self, job: str) -> dict[str, str]:
         return {**self.installation.environment, **self.allocation.environ, "SLURM_JOB_NAME": job}
@@ -151,6 +160,7 @@ class Srun(InJob):
             *self._placed(ranks),
             f"--cpus-per-task={self.cpus_per_rank}",
             "--mem=0",
+            "--overlap",  # a step that had ranks on a lost node may never be over for Slurm
             "--export=ALL",
             "--kill-on-bad-exit=1",
             f"--wait={TEARDOWN_S}",
