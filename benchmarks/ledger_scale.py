@@ -53,10 +53,17 @@ class Spent:
     """CPU time of one ledger, in nanoseconds."""
 
     events: int = 0
-    events_ns: int = 0
-    together_ns: int = 0
-    on_event: bool = False
+    """Messages about tickets."""
+    on_events: int = 0
+    together: int = 0
+    in_event: bool = False
     """The last message was one about tickets."""
+
+    def add(self, nanoseconds: int, in_event: bool) -> None:
+        if in_event:
+            self.on_events += nanoseconds
+        else:
+            self.together += nanoseconds
 
 
 class Memo:
@@ -79,15 +86,22 @@ class ScaledNode(LedgerNode):
     spent: Spent
     alone: bool
 
+    def take(self, frame: bytes, source: int, now: float) -> None:
+        """Decode a message and receive it."""
+        begun = time.thread_time_ns()
+        message, _ = wire.decode(frame, source)
+        self.receive(Received(source, message), now)
+        took = time.thread_time_ns() - begun
+        self.spent.in_event = not isinstance(message, TOGETHER)
+        self.spent.events += self.spent.in_event
+        self.spent.add(took, self.spent.in_event)
+
     def tick(self, now: float) -> None:
         before = (self._rounds.round, self._rounds.idle)
         begun = time.thread_time_ns()
         super().tick(now)
         took = time.thread_time_ns() - begun
-        if self.spent.on_event and before == (self._rounds.round, self._rounds.idle):
-            self.spent.events_ns += took
-        else:
-            self.spent.together_ns += took
+        self.spent.add(took, self.spent.in_event and before == (self._rounds.round, self._rounds.idle))
 
     def _read(self, result: Sequence[bytes]) -> list[Contribution]:
         return self._once("read", lambda: super(ScaledNode, self)._read(result))
@@ -118,17 +132,7 @@ class ScaledSimulation(Simulation):
     def receive(self, index: int, source: int, message: Message) -> None:
         node = self.nodes[index]
         assert isinstance(node, ScaledNode)
-        frame = wire.encode(message)
-        begun = time.thread_time_ns()
-        decoded, _ = wire.decode(frame, source)
-        node.receive(Received(source, decoded), self.now)
-        took = time.thread_time_ns() - begun
-        node.spent.on_event = not isinstance(message, TOGETHER)
-        if not node.spent.on_event:
-            node.spent.together_ns += took
-        else:
-            node.spent.events += 1
-            node.spent.events_ns += took
+        node.take(wire.encode(message), source, self.now)
         self._turn(index)
 
 
@@ -184,9 +188,9 @@ def measure(trainers: int, as_json: bool) -> None:
     before = Counter(simulation.trace.messages)
     simulation.run(WARM + STEPS)
     messages = (Counter(simulation.trace.messages) - before).total() / STEPS / simulation.spec.groups_per_step
-    events = max(node.spent.events_ns / node.spent.events for node in nodes)
-    form = max(node.spent.together_ns for node in nodes if node.alone) / STEPS
-    report_value(NAME, f"us_per_event, {size}", events / 1e3, "us", as_json)
+    events = max(node.spent.on_events / node.spent.events for node in nodes) / 1e3
+    form = max(node.spent.together for node in nodes) / STEPS
+    report_value(NAME, f"us_per_event, {size}", events, "us", as_json)
     report_value(NAME, f"form_ms, {size}", form / 1e6, "ms", as_json)
     report_value(NAME, f"messages_per_group, {size}", messages, "messages", as_json)
     now = max(held_bytes(node) for node in nodes[::MEASURED_EVERY])

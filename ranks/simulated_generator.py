@@ -77,8 +77,8 @@ class SimulatedGenerator:
         self._versions: list[tuple[float, int]] = [(0.0, 0)]
         """Since when it has had which version."""
         self._groups: dict[tuple[int, int], _Group] = {}
-        self._queue: deque[tuple[_Group, int]] = deque()
-        """Samples that wait for a slot."""
+        self._queue: deque[_Group] = deque()
+        """Groups with samples that wait for a slot."""
         self._free = job.slots
         self._finished = self._tokens = 0
 
@@ -118,23 +118,25 @@ class SimulatedGenerator:
 
     def _work(self) -> None:
         """Start what may start, give free slots to waiting samples, ask for what is still free."""
-        for grant in self._intake.start(self.version):
+        for grant in self._intake.start(self.version) if self._intake.held else ():
             trace = GroupTrace(grant.ticket, grant.attempt, self.index, self._sim.now)
             group = _Group((grant.ticket, grant.attempt), trace, self._size)
             self._sim.trace.groups[group.key] = trace
             self._groups[group.key] = group
-            self._queue.extend((group, sample) for sample in range(self._size))
+            self._queue.append(group)
         self._fill()
         self.ask()
 
     def _fill(self) -> None:
         while self._free and self._queue:
-            group, sample = self._queue.popleft()
-            if group.key in self._groups:
-                if math.isnan(group.trace.started):
-                    group.trace.started, group.trace.born = self._sim.now, self.version
-                    self._sim.send(self.rank, self._ledger_of(group.key), Started([(*group.key, self.version)]))
-                self._start(group, sample)
+            group = self._queue[0]
+            if not group.waiting:  # all have started, or were dropped
+                self._queue.popleft()
+                continue
+            if math.isnan(group.trace.started):
+                group.trace.started, group.trace.born = self._sim.now, self.version
+                self._sim.send(self.rank, self._ledger_of(group.key), Started([(*group.key, self.version)]))
+            self._start(group, self._size - group.waiting)
 
     def _start(self, group: _Group, sample: int) -> None:
         self._free -= 1

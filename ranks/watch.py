@@ -34,6 +34,7 @@ class Watch:
         self._steps: Counter[int] = Counter()
         self._finished: Counter[int] = Counter()
         self._unfinished: Counter[int] = Counter()
+        self._all_finished = self._all_unfinished = 0
         self._credits = self._wants = self._numbers = 0
         self._known = Decision(None)
         """What the last round decided."""
@@ -71,11 +72,11 @@ class Watch:
     def lacks_groups(self) -> bool:
         """What is outstanding doesn't make a step: only new grants do."""
         self._add_up()
-        return self._finished.total() + self._unfinished.total() < self._spec.groups_per_step
+        return self._all_finished + self._all_unfinished < self._spec.groups_per_step
 
     @property
     def _same_step(self) -> bool:
-        return max(self._steps.values()) == len(self.standings)
+        return len(self._steps) == 1
 
     def _decide(self) -> Decision:
         if not self._same_step:
@@ -83,14 +84,14 @@ class Watch:
         step = self.standings[0].step
         if step >= self._spec.steps or self._ending:
             return Decision([{}])
-        if self._spec.overdue == "wait" and self._finished.total() < self._spec.groups_per_step and self._more:
+        if self._spec.overdue == "wait" and self._all_finished < self._spec.groups_per_step and self._more:
             return Decision(None)
         return forming.decide([self._sum()], self._spec)
 
     @property
     def _more(self) -> bool:
         """There is something to wait for."""
-        return self._numbers > 0 or self._unfinished.total() > 0
+        return self._numbers > 0 or self._all_unfinished > 0
 
     def _sum(self) -> Standing:
         """All ledgers as one: it allows what they allow together."""
@@ -117,10 +118,14 @@ class Watch:
 
     def _count(self, standing: Standing, sign: int) -> None:
         self._steps[standing.step] += sign
+        if not self._steps[standing.step]:
+            del self._steps[standing.step]
         for deadline, count in standing.finished.items():
             self._finished[deadline] += sign * count
+            self._all_finished += sign * count
         for deadline, count in standing.unfinished.items():
             self._unfinished[deadline] += sign * count
+            self._all_unfinished += sign * count
         self._credits += sign * standing.credits
         self._wants += sign * standing.wants
         self._numbers += sign * standing.numbers
