@@ -84,9 +84,14 @@ class Watch:
         step = self.standings[0].step
         if step >= self._spec.steps or self._ending:
             return Decision([{}])
-        if self._spec.overdue == "wait" and self._all_finished < self._spec.groups_per_step and self._more:
+        if self._spec.overdue == "wait" and self._more and self._surely_waits(step):
             return Decision(None)
         return forming.decide([self._sum()], self._spec)
+
+    def _surely_waits(self, step: int) -> bool:
+        """Seen at a glance: groups are too few, or some that the last round found overdue are still unfinished."""
+        known = self._known.struck is not None and self._unfinished[step] > 0
+        return known or self._all_finished < self._spec.groups_per_step
 
     @property
     def _more(self) -> bool:
