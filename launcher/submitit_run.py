@@ -18,11 +18,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from submitit import Job
+from submitit import Job, JobEnvironment
 from submitit.core.utils import DelayedSubmission, FailedJobError, UncompletedJobError
 
 from headrace.comm.errors import ConfigError, HeadraceError
@@ -59,17 +59,15 @@ class Run:
         check_place(os.environ)
         with StopRequest() as stop:
             status = self._run(stop)
-        if (status == STOPPED and stop.signum is None) or (
-            status in (STOPPED, WARNED) and stop.signum == signal.SIGUSR2
-        ):
+        if goes_back(status, stop.signum):
             self._hand_over()
-        if stop.signum is not None and (status == STOPPED or status == 128 + stop.signum):
+        if stop.signum is not None and status in (STOPPED, 128 + stop.signum):
             sys.exit(status)
         if status != 0:
             raise RunError(why(self.folder))
         from headrace.launcher.summary import RunSummary
 
-        return RunSummary.read(self.folder)
+        return replace(RunSummary.read(self.folder), status="ended")  # to Slurm the job runs until this process ends
 
     def checkpoint(self) -> DelayedSubmission:
         """Called by submitit before it queues the job again: the same, since it goes on by what lies in the folder."""
@@ -91,11 +89,17 @@ class Run:
     def _hand_over(self) -> None:
         """Have submitit queue the job again; doesn't return."""
         try:
-            signal.raise_signal(signal.SIGUSR2)
+            signal.raise_signal(JobEnvironment._usr_sig())
         except UncompletedJobError as error:
             raise RunError(f"{error} {left(self.folder)}") from None
         except subprocess.CalledProcessError:  # Slurm doesn't queue it: it was cancelled
             sys.exit(STOPPED)
+
+
+def goes_back(status: int, signum: int | None) -> bool:
+    """Whether a run is to be queued again, as the script of `headrace submit` has it: asked to stop by SIGUSR2, or left
+    with too few nodes; `signum` is the signal that asked it to stop, if one did."""
+    return (signum in (None, signal.SIGUSR2) and status == STOPPED) or (signum == signal.SIGUSR2 and status == WARNED)
 
 
 def check_place(environ: Mapping[str, str]) -> None:
@@ -118,15 +122,15 @@ def check_place(environ: Mapping[str, str]) -> None:
 
 
 def why(run: Path) -> str:
-    """The failure of the last attempt in one paragraph, with the place of more."""
+    """Why a run is over that hasn't done all its steps, in one paragraph."""
     from headrace.launcher.record import end_of
     from headrace.launcher.status import attempts
 
     tried = attempts(run)
     ended = end_of(tried[-1]) if tried else None
-    if ended is None or ended.failure is None:
-        return f"The run in {run} ended without saying why. {left(run)}"
-    return f"{ended.failure} More is in {run / 'latest'}."
+    if ended is not None and ended.failure is not None:
+        return f"{ended.failure} More is in {run / 'latest'}."
+    return f"The run was {'killed' if ended is None else 'stopped'} before its end. {left(run)}"
 
 
 def left(run: Path) -> str:
@@ -166,7 +170,7 @@ class RunJob(Job["RunSummary"]):
         try:
             outcome, trace = self._get_outcome_and_result()
         except UncompletedJobError:
-            return RunError(f"The run was stopped, or killed, before its end. {left(self.run)}")
+            return RunError(why(self.run))
         return None if outcome == "success" else RunError(paragraph(trace))
 
 
