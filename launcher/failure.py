@@ -81,25 +81,21 @@ def first_failure(
         output: the last lines of mpirun.
         mpirun_signal: the signal that ended mpirun itself, if one did.
     """
-    errors = {int(file.stem.removeprefix("error_")): file for file in attempt.folder.glob("error_*.txt")}
-    reported = sorted(errors, key=lambda rank: errors[rank].stat().st_mtime)
-    deaths = deaths or [rank for report in told for rank in report.ranks]
-    silent = [rank for rank in deaths if rank not in errors]
-    silent.sort(key=lambda rank: not _has_crashed(attempt.rank_log(rank)))
-    if mpirun_signal is not None and not reported:
+    errors = _errors(attempt)
+    suspects = _suspects(attempt, status, deaths, told)
+    if mpirun_signal is not None and not errors:
         cause = f"mpirun itself was ended by {_signal(mpirun_signal)}, and the ranks with it.{_hint(mpirun_signal)}"
         return Failure(None, cause, output[-LAST_LINES:], attempt.mpirun_log, accident=True)
-    suspects = silent + reported if status > 128 else reported + silent
-    rank = suspects[0] if suspects else _named_rank(attempt, output)
-    node = lost_a_node(output)
     if is_garbled(output):
         return Failure(None, GARBLED, output[-LAST_LINES:], attempt.mpirun_log, accident=True)
+    rank = suspects[0] if suspects else _named_rank(attempt, output)
+    node = lost_a_node(output)
     if rank is None or (node and rank not in errors):
         cause = "A node was lost." if node else f"The job ended with status {status} before any rank said why."
         return Failure(None, cause, output[-LAST_LINES:], attempt.mpirun_log, node)
     log = attempt.run / "latest" / attempt.rank_log(rank).name
     if rank in errors:
-        accident = (attempt.folder / f"lost_{rank:03d}").exists() or node
+        accident = node or rank not in own_errors(attempt)
         return Failure(rank, f"Rank {rank} failed: {_text(errors[rank])}", (), log, accident)
     cause = _sudden_end(_name(rank, told), status)
     if shutil.disk_usage(attempt.run).free < FULL_BYTES:
@@ -108,6 +104,28 @@ def first_failure(
             "--resume, or choose another run.dir."
         )
     return Failure(rank, cause, _last_lines(log), log, accident=status > 128)
+
+
+def _suspects(attempt: Attempt, status: int, deaths: Sequence[int], told: Sequence[Report]) -> list[int]:
+    """The ranks that may have failed first, likeliest first."""
+    reported, own = list(_errors(attempt)), own_errors(attempt)
+    deaths = deaths or [rank for report in told for rank in report.ranks]
+    silent = [rank for rank in deaths if rank not in reported]
+    silent.sort(key=lambda rank: not _has_crashed(attempt.rank_log(rank)))
+    if told:  # srun reports those that it has ended itself, too, and perhaps before the one that failed
+        return own + silent + reported
+    return silent + reported if status > 128 else reported + silent
+
+
+def _errors(attempt: Attempt) -> dict[int, Path]:
+    """What ranks have written down, by rank, earliest first."""
+    files = sorted(attempt.folder.glob("error_*.txt"), key=lambda file: file.stat().st_mtime)
+    return {int(file.stem.removeprefix("error_")): file for file in files}
+
+
+def own_errors(attempt: Attempt) -> list[int]:
+    """The ranks whose errors aren't about the loss of others, earliest first."""
+    return [rank for rank in _errors(attempt) if not (attempt.folder / f"lost_{rank:03d}").exists()]
 
 
 def _name(rank: int, told: Sequence[Report]) -> str:

@@ -30,7 +30,7 @@ from typing import IO
 
 from headrace.comm.errors import HeadraceError
 from headrace.launcher.environment import rank_environment
-from headrace.launcher.failure import Failure, first_failure
+from headrace.launcher.failure import Failure, first_failure, own_errors
 from headrace.launcher.processes import DeathWatch
 from headrace.launcher.runfolder import Attempt, writing
 from headrace.launcher.srun_output import NOISE, Report, is_garbled, reports
@@ -214,6 +214,8 @@ class Job:
 
     def _outcome(self, returncode: int, watch: DeathWatch) -> Outcome:
         told = self._reports()
+        if own_errors(self.attempt):  # their ranks end by a status, and others are killed for it
+            told = [report for report in told if report.status < 128] or told
         status = exit_status(returncode, self.tail, told)
         if status == 0:
             return Outcome(0, None)
@@ -245,9 +247,12 @@ def exit_status(returncode: int, output: Sequence[str], told: Sequence[Report] =
         return 128 - returncode
     if returncode and told:
         return told[0].status
-    killed = any("EXIT STRING" in line and f"(signal {returncode})" in line for line in output)
-    code = next((int(match[1]) for match in map(EXIT_CODE.match, output) if match), returncode)
-    return 128 + code if killed or code in CRASHES else code
+    if any("EXIT STRING" in line and f"(signal {returncode})" in line for line in output):
+        return 128 + returncode
+    named = [int(match[1]) for match in map(EXIT_CODE.match, output) if match]
+    if not named or returncode in (0, named[0]):
+        return returncode
+    return 128 + named[0] if named[0] in CRASHES else named[0]
 
 
 def _end_with_parent() -> None:

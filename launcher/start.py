@@ -16,7 +16,7 @@ from headrace.launcher.crew import Crew
 from headrace.launcher.metrics import read_rows
 from headrace.launcher.record import Ended, record_end
 from headrace.launcher.run import STOPPED
-from headrace.launcher.runfolder import Attempt, check_new, check_resume, fresh_config, held, steps_done
+from headrace.launcher.runfolder import check_new, check_resume, fresh_config, held, steps_done
 from headrace.launcher.stop import Stopped, StopRequest
 from headrace.launcher.supervise import begin, draw, supervise, told_stop
 from headrace.launcher.view import PlainView, ticking
@@ -45,10 +45,10 @@ def run_until(
                 print("Set run.steps higher to go on with it.")
                 return 0
             crew = Crew(config.launch, os.environ)
-            config, attempt, done = _prepare(config, resume, fresh, check_data_of_ranks, stack)
+            config = _prepare(config, resume, fresh, check_data_of_ranks, stack)
+            return supervise(config, crew, stop, program)
         except Stopped:
             return _stopped_early(config, stop)
-        return supervise(config, attempt, done, crew, stop, program)
 
 
 def _stopped_early(config: Config, stop: StopRequest) -> int:
@@ -64,7 +64,7 @@ def debug_job(config: Config, resume: bool, fresh: bool) -> int:
 
     sys.path.insert(0, os.getcwd())  # as in ranks, which `python -m` starts
     with ExitStack() as stack:
-        config, attempt, done = _prepare(config, resume, fresh, check_data_here, stack)
+        config, attempt, done = begin(_prepare(config, resume, fresh, check_data_here, stack))
         view = stack.enter_context(PlainView(attempt.run, config.run.steps, done))
         stack.enter_context(ticking(view))
         view.line(f"run folder {attempt.run}, both roles in this process")
@@ -101,12 +101,9 @@ def is_finished(config: Config) -> bool:
 
 def _prepare(
     config: Config, resume: bool, fresh: bool, check_data: Callable[[Config], None], stack: ExitStack
-) -> tuple[Config, Attempt, int]:
-    """Everything before the first rank: inputs checked, run folder made and held by `stack`, the initial model there.
-
-    Returns the config with the model's folder in it, the attempt, and the step of the checkpoint to go on from; 0 where
-    the run begins.
-    """
+) -> Config:
+    """Everything before the first attempt: inputs checked, run folder chosen and held by `stack`. Returns the config
+    with that folder in it."""
     if resume and fresh:
         raise ConfigError("--resume goes on with a run, --fresh begins another one: give one of them.")
     check_inputs(config)
@@ -120,4 +117,4 @@ def _prepare(
     stack.enter_context(held(config.run.folder))
     for change in changes:
         print(f"changed since the last attempt: {change}")
-    return begin(config)
+    return config

@@ -39,17 +39,23 @@ CROWD = 4
 """Ranks per core that go without a warning."""
 
 
-def supervise(
-    config: Config, attempt: Attempt, done: int, crew: Crew, stop: StopRequest, program: Sequence[str]
-) -> int:
-    """Run a job whose first attempt is prepared, to its end; returns the exit status."""
-    stop.raises = False
+def supervise(config: Config, crew: Crew, stop: StopRequest, program: Sequence[str]) -> int:
+    """Run a job that has been checked, in a run folder that this process holds, to its end.
+
+    Returns:
+        the exit status.
+
+    Raises:
+        Stopped: before the first rank was started.
+    """
     died_at = None
     for left in range(config.launch.relaunches, -1, -1):
-        outcome = _run(config, attempt, done, crew, stop, program, died_at)
+        ready, attempt, done = begin(config)
+        stop.raises = False
+        outcome = _run(ready, attempt, done, crew, stop, program, died_at)
         _tell_end(attempt, outcome)
         if not outcome.accident or not left or stop.signum is not None:
-            return outcome.status
+            break
         died_at = outcome.failed_at
         found = crew.drop_lost(config)
         if found is None:
@@ -57,8 +63,7 @@ def supervise(
             return STOPPED
         config, changed = found
         print(f"starting again{f' {changed}' if changed else ''}, {left} of {config.launch.relaunches} times left")
-        config, attempt, done = begin(config)
-    raise AssertionError
+    return outcome.status
 
 
 def begin(config: Config) -> tuple[Config, Attempt, int]:
