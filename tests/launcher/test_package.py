@@ -19,6 +19,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     copy = tmp_path_factory.mktemp("copy")
     for package in PACKAGES:
         shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "sbatch", copy / "sbatch")
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, copy)
     (copy / "dist").mkdir()
@@ -32,6 +33,12 @@ def test_the_wheel_holds_every_module_of_all_five_packages(names: set[str]) -> N
     assert len(modules) > 50
     assert {f"headrace/{module.as_posix()}" for module in modules} <= names
     assert {f"headrace/{package}/py.typed" for package in PACKAGES} <= names
+
+
+def test_the_wheel_holds_the_job_scripts_and_profiles(names: set[str]) -> None:
+    files = [file.relative_to(ROOT) for file in (ROOT / "sbatch").rglob("*") if file.is_file()]
+    assert len(files) >= 5
+    assert {f"headrace/{file.as_posix()}" for file in files} <= names
 
 
 def test_the_wheel_puts_nothing_beside_headrace(names: set[str]) -> None:
