@@ -50,6 +50,17 @@ class Allocation:
             stderr=subprocess.DEVNULL,
         )
 
+    def devices(self, gres: str) -> dict[str, str]:
+        """The devices of a kind that this job has, `0-3,7` by node; only where the site's gres.conf gives them files.
+
+        Raises:
+            HeadraceError: Slurm doesn't answer.
+        """
+        code, text, error = ask(["scontrol", "show", "job", "--details", str(self.job)])
+        if code:
+            raise HeadraceError(f"`scontrol show job {self.job}` failed: {error}.")
+        return dict(parse_devices(text, gres))
+
     def end_steps(self, name: str) -> None:
         """End the steps of this job that have this name, with all their processes on all nodes."""
         with contextlib.suppress(HeadraceError):  # Slurm doesn't answer: then it will end the steps with the job
@@ -84,6 +95,16 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation:
         )
     kept = {name: environ[name] for name in KEPT if name in environ}
     return Allocation(int(job), tuple(expand(nodes)), environ.get("SLURMD_NODENAME"), kept)
+
+
+def parse_devices(text: str, gres: str) -> Iterator[tuple[str, str]]:
+    """Node and devices from the lines of `scontrol show job --details`."""
+    kind = re.compile(rf"\b{re.escape(gres)}(?::[^(,]*)?\(IDX:([\d,-]+)\)")
+    for line in text.splitlines():
+        nodes = re.match(r"\s+Nodes=(\S+) CPU_IDs=", line)
+        found = kind.search(line)
+        if nodes and found:
+            yield from ((node, found[1]) for node in expand(nodes[1]))
 
 
 def expand(nodes: str) -> Iterator[str]:

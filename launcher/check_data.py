@@ -41,7 +41,8 @@ def check_data_of_ranks(config: Config) -> None:
     """
     if config.rollout.engine == "latency" or config.launch.contained:
         return
-    command = [str(config.launch.python or sys.executable), "-m", "headrace.ranks.preflight"]
+    python = config.launch.pythons[-1] if config.launch.pythons else sys.executable
+    command = [str(python), "-m", "headrace.ranks.preflight"]
     environment = rank_environment(os.environ, 1, "preflight") | config.launch.env
     with _with_tokenizer(config) as job:
         try:

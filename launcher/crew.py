@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from headrace.comm.errors import ConfigError
-from headrace.launcher.allocation import Allocation, find_allocation
+from headrace.launcher.allocation import Allocation, find_allocation, place
 from headrace.launcher.config import Config, LaunchConfig
 from headrace.launcher.environment import clean
 from headrace.launcher.mpi import MpiInstallation, choose_mpi
 from headrace.launcher.starter import Here, JobMpirun, Starter, srun_starter
+from headrace.ranks.seat import SEATS, Seats
+from headrace.ranks.topology import plan_roles
 
 
 def with_ranks(config: Config, ranks: int | None) -> Config:
@@ -84,3 +88,15 @@ class Crew:
         if config.in_order or not config.launch.fewer_generators or ranks <= config.ranks.trainers:
             return None
         return with_ranks(config, ranks), f"{told}, on {ranks} ranks"
+
+
+def seating(config: Config, crew: Crew, ranks: int) -> dict[str, str]:
+    """What the ranks have to know before they import anything, as variables; see `headrace.ranks.seat`."""
+    hosts = place(ranks, crew.nodes or ("here",))
+    python = config.launch.python
+    pythons: dict[str, str] = {role: str(path) for role, path in python.items()} if isinstance(python, dict) else {}
+    visible = {}
+    if crew.allocation is not None:
+        visible = {name: crew.allocation.devices(gres) for gres, name in config.launch.visible.items()}
+    seats = Seats(plan_roles(hosts, config.ranks).trainers, pythons, visible)
+    return {SEATS: msgspec.json.encode(seats).decode()} if pythons or visible else {}

@@ -61,8 +61,8 @@ class Profile(Section):
     devices_per_node: int | None = Field(None, ge=1)
     """How many of them a node has; a node doesn't get more ranks than that."""
 
-    visible: str | None = None
-    """Variable by which a rank sees just its own device, where Slurm doesn't set one: `ASCEND_RT_VISIBLE_DEVICES`."""
+    visible: dict[str, str] = {}
+    """As `launch.visible`."""
 
     cpus_per_rank: int = Field(1, ge=1)
     """Cores per rank."""

@@ -86,9 +86,9 @@ def check_inputs(config: Config) -> None:
     for key, file in files.items():
         if file is not None and not file.is_file():
             raise DataError(f"{key}: there is no file {file} (seen from {Path.cwd()}).")
-    python = config.launch.python
-    if python is not None and not config.launch.contained and not os.access(python, os.X_OK):
-        raise ConfigError(f"launch.python: {python} isn't a program that can be started.")
+    for python in [] if config.launch.contained else config.launch.pythons:
+        if not os.access(python, os.X_OK):
+            raise ConfigError(f"launch.python: {python} isn't a program that can be started.")
 
 
 def is_finished(config: Config) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from headrace.comm.errors import HeadraceError
 from headrace.launcher.config import Config
-from headrace.launcher.crew import Crew
+from headrace.launcher.crew import Crew, seating
 from headrace.launcher.metrics import MetricsTail
 from headrace.launcher.models import make_tiny_model
 from headrace.launcher.plots import learning_curve
@@ -120,9 +120,9 @@ def _run(
     order = Order(
         starter=starter,
         ranks=ranks,
-        program=[*config.launch.wrap, *_python(config), *program, str(attempt.job_file), *options],
+        program=[*config.launch.wrap, config.launch.starting_python, *program, str(attempt.job_file), *options],
         environ=os.environ,
-        extra=config.launch.env,
+        extra=seating(config, crew, ranks) | config.launch.env,
         threads=config.ranks.threads or (max(1, cores // ranks) if starter.one_host else config.launch.cpus_per_rank),
         stop_within_s=config.launch.stop_within_s,
         kill_after_s=config.launch.kill_after_s,
@@ -134,10 +134,6 @@ def _run(
         outcome = Job(order, attempt, stop, view.line, _ticks(view, attempt, done, died_at)).run()
     record_end(attempt.folder, Ended(outcome.status, outcome.failure.cause if outcome.failure else None))
     return outcome
-
-
-def _python(config: Config) -> list[str]:
-    return [str(config.launch.python or sys.executable)]
 
 
 def _ticks(view: View, attempt: Attempt, done: int, died_at: float | None) -> Callable[[], None]:

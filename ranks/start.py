@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import platform
 import signal
 import socket
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from headrace.comm.errors import WaitLimitError
+from headrace.comm.errors import HeadraceError, WaitLimitError
 from headrace.comm.messages import Hello
 from headrace.comm.mpi import MpiTransport, check_threads, check_world
 from headrace.ranks.build import build_generator, build_trainer, launch_of, link, load_data, start_step_of
@@ -35,8 +36,9 @@ from headrace.ranks.config import JobConfig
 from headrace.ranks.failure import Failure, announce, open_log
 from headrace.ranks.heartbeat import LEAVING, MainState
 from headrace.ranks.run import Rank, run_main
+from headrace.ranks.seat import ROLE
 from headrace.ranks.startup import meet
-from headrace.ranks.topology import plan_roles
+from headrace.ranks.topology import RoleMap, plan_roles
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -114,6 +116,7 @@ def _run(
     start_step = start_step_of(config, resume)
     welcome, early = meet(transport, hello, start_step, launch_of(config, start_step), config.run.wait_limit_s)
     roles = plan_roles(welcome.hosts, config.ranks)
+    _check_seat(roles, rank)
 
     def say(text: str) -> None:
         write(text + "\n")
@@ -143,9 +146,23 @@ def _run(
 
 
 def _facts(config: JobConfig) -> dict[str, str]:
-    """What must be the same on every rank."""
-    facts = {"config": config.model_dump_json(), "python": platform.python_version()}
-    return facts | {name: importlib.metadata.version(name) for name in ("headrace", "numpy", "mpi4py")}
+    """What must be the same on every rank; of the software just headrace where every role has a Python of its own."""
+    names = ["headrace"] if ROLE in os.environ else ["headrace", "numpy", "mpi4py"]
+    facts = {"config": config.model_dump_json()} | {name: importlib.metadata.version(name) for name in names}
+    return facts if ROLE in os.environ else facts | {"python": platform.python_version()}
+
+
+def _check_seat(roles: RoleMap, rank: int) -> None:
+    """
+    Raises:
+        HeadraceError: the ranks aren't placed as the launcher thought, so that this one runs in the wrong Python.
+    """
+    seat = os.environ.get(ROLE)
+    if seat not in (None, roles.role(rank)):
+        raise HeadraceError(
+            f"{roles.name(rank)} runs in the Python of a {seat}: the hosts got other ranks than the launcher expected. "
+            "With launch.python by role, leave the placement of ranks to it (no such options in launch.srun_options)."
+        )
 
 
 def _leave(comm: MPI.Comm) -> None:

@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -62,7 +61,7 @@ class Order:
 
     def program(self, report: Path) -> list[str]:
         return [
-            *(*self.launch.wrap, str(self.launch.python or sys.executable), *PROGRAM, "--ranks", str(self.ranks)),
+            *(*self.launch.wrap, self.launch.starting_python, *PROGRAM, "--ranks", str(self.ranks)),
             *("--folder", str(self.folder.absolute()), "--report", str(report)),
         ]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.comm.errors import ConfigError
-from headrace.launcher.allocation import expand, find_allocation, place, ranks_per_node
+from headrace.launcher.allocation import expand, find_allocation, parse_devices, place, ranks_per_node
 from headrace.launcher.profile import SBATCH, Profile, load_profile
 from headrace.launcher.run import exit_status
 from headrace.launcher.srun_output import lost_a_node, reports
@@ -40,6 +40,17 @@ def test_ranks_are_placed_evenly_and_in_order(ranks: int, nodes: int) -> None:
     where = place(ranks, [str(node) for node in range(nodes)])
     assert where == sorted(where, key=int)
     assert [where.count(node) for node in dict.fromkeys(where)] == counts
+
+
+def test_devices_come_from_the_details_of_the_job() -> None:
+    text = """JobId=25 JobName=job
+   JOB_GRES=npu:910b:8,gpu:2
+     Nodes=node[1-2] CPU_IDs=14-15 Mem=2 GRES=npu:910b:2(IDX:0-1),gpu:1(IDX:5)
+     Nodes=node3 CPU_IDs=0-1 Mem=2 GRES=npu:910b:2(IDX:4,7),gpu:0(IDX:)
+     Nodes=node4 CPU_IDs=0-1 Mem=2 GRES=npu:910b(CNT:2)
+"""
+    assert dict(parse_devices(text, "npu")) == {"node1": "0-1", "node2": "0-1", "node3": "4,7"}
+    assert dict(parse_devices(text, "gpu")) == {"node1": "5", "node2": "5"}
 
 
 def test_outside_a_job_srun_is_refused_with_the_remedy() -> None:
