@@ -117,10 +117,11 @@ class Generator:
             yield from self._run_events(key, run)
 
     def _run_events(self, key: Key, run: Run) -> Iterator[Event]:
-        if run.hung or self._budget["failures"]:
-            yield ("fails", self.rank, *key)
         if run.hung:
+            yield ("times_out", self.rank, *key)
             return
+        if self._budget["failures"]:
+            yield ("fails", self.rank, *key)
         if self._budget["hangs"]:
             yield ("hangs", self.rank, *key)
         if self._budget["noise"]:
@@ -156,9 +157,15 @@ class Generator:
         self._report(run)
 
     def fails(self, ticket: int, attempt: int) -> None:
-        run = self.running.pop((ticket, attempt))
-        self._budget["failures"] -= not run.hung
-        self._tell(ticket, Failed(ticket, attempt, "hung" if run.hung else "raised", "no"))
+        """Its reward raises."""
+        self._budget["failures"] -= 1
+        del self.running[ticket, attempt]
+        self._tell(ticket, Failed(ticket, attempt, "raised", "no"))
+
+    def times_out(self, ticket: int, attempt: int) -> None:
+        """Its reward, which hung, is given up."""
+        del self.running[ticket, attempt]
+        self._tell(ticket, Failed(ticket, attempt, "hung", "no"))
 
     def hangs(self, ticket: int, attempt: int) -> None:
         self._budget["hangs"] -= 1

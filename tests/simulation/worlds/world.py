@@ -30,7 +30,9 @@ Event = tuple[Any, ...]
 Happening = tuple[Event, Message | None]
 """An event, and the message that came with it."""
 
-GENERATOR_EVENTS = frozenset(["asks", "starts", "grows", "finishes", "fails", "hangs", "makes_noise"])
+GENERATOR_EVENTS = frozenset(
+    ["asks", "starts", "grows", "finishes", "fails", "times_out", "hangs", "makes_noise", "starts_with", "ends_with"]
+)
 TRAINER_EVENTS = frozenset(["takes", "pulls", "cannot_pull", "ends"])
 FAULTS = ("failures", "hangs", "silences", "deaths", "noise", "skips", "stops")
 ROUND_EVENTS = frozenset(["tick", "round_part"])
@@ -70,11 +72,13 @@ class Start:
 class World:
     """Everything that runs."""
 
-    def __init__(self, setup: Setup, start: Start | None = None) -> None:
+    def __init__(self, setup: Setup, start: Start | None = None, generator_type: type[Generator] = Generator) -> None:
         start = self.begin = start or Start()
         self.setup, self.spec = setup, setup.spec
-        self.step = self.version = start.step
-        """Steps trained; the newest version that generators can have."""
+        self.step = start.step
+        """Steps trained."""
+        self.versions = [start.step]
+        """That were published."""
         self.trained = list(start.trained)
         self.formations: list[int] = []
         """How often each trained step had been undone before."""
@@ -98,7 +102,7 @@ class World:
             LedgerNode(self.spec, i, range(setup.ledgers), ranks, self.outbox.sender(i), start.state)
             for i in range(setup.ledgers)
         ]
-        self.alive = self._generators(ranks, start)
+        self.alive = self._generators(ranks, start, generator_type)
         self.deaf, self.slow = set(ranks[: setup.deaf]), set(ranks[setup.generators - setup.slow :])
         self.skipped = dict.fromkeys(ranks, -1)
         """Generator → the version that never arrives there."""
@@ -108,15 +112,20 @@ class World:
         for i in range(setup.ledgers):
             self.save(i)
 
-    def _generators(self, ranks: Sequence[int], start: Start) -> dict[int, Generator]:
+    def _generators(self, ranks: Sequence[int], start: Start, kind: type[Generator]) -> dict[int, Generator]:
         homes = self.setup.homes or [g % self.setup.ledgers for g in range(len(ranks))]
         generators = {
-            rank: Generator(self.setup, rank, home, self.version, self.budget, self.post)
+            rank: kind(self.setup, rank, home, self.version, self.budget, self.post)
             for rank, home in zip(ranks, homes, strict=True)
         }
         for owner, key, data in start.held:
             generators[owner].stored[key] = data
         return generators
+
+    @property
+    def version(self) -> int:
+        """The newest version that generators can have."""
+        return self.versions[-1]
 
     @property
     def is_over(self) -> bool:
@@ -202,9 +211,7 @@ class World:
         """Versions may be late, and skipped."""
         if g.version == self.version or self._is_deaf(g.rank):
             return
-        for version in range(g.version + 1, self.version + 1):
-            if self.is_published(version):
-                yield ("switches", g.rank, version)
+        yield from (("switches", g.rank, version) for version in self.versions if version > g.version)
         if self.budget["skips"] and self._others_hear(g.rank):
             yield ("skips", g.rank)
 
@@ -284,7 +291,7 @@ class World:
                 self.alive[group.owner].stored.pop((group.ticket, group.attempt), None)
         self.step += 1
         if self.is_published(self.step):
-            self.version = self.step
+            self.versions.append(self.step)
 
     # Saving
 
