@@ -323,6 +323,8 @@ class Hello(Message, frozen=True):
     host: str
     facts: dict[str, str]
     """What must be the same on every rank: hashes of config, data, tokenizer; versions of the software."""
+    cores: str = ""
+    """Those that it may run on, for instance `0-3,8`."""
 
 
 class Welcome(Message, frozen=True):
@@ -334,6 +336,8 @@ class Welcome(Message, frozen=True):
     error: str | None = None
     launch: int = 0
     """How often the run was started before."""
+    cores: list[str] = []
+    """Of every rank."""
 
 
 class Evaluating(Message, frozen=True):

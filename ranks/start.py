@@ -38,7 +38,7 @@ from headrace.ranks.heartbeat import LEAVING, MainState
 from headrace.ranks.run import Rank, run_main
 from headrace.ranks.seat import ROLE
 from headrace.ranks.startup import meet
-from headrace.ranks.topology import RoleMap, plan_roles
+from headrace.ranks.topology import RoleMap, number_ranges, plan_roles
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -112,7 +112,8 @@ def _run(
     rank = comm.Get_rank()
     data = load_data(config)
     transport = MpiTransport(comm)
-    hello = Hello(socket.gethostname(), _facts(config) | data.facts)
+    cores = number_ranges(sorted(os.sched_getaffinity(0)))
+    hello = Hello(socket.gethostname(), _facts(config) | data.facts, cores)
     start_step = start_step_of(config, resume)
     welcome, early = meet(transport, hello, start_step, launch_of(config, start_step), config.run.wait_limit_s)
     roles = plan_roles(welcome.hosts, config.ranks)
@@ -122,7 +123,7 @@ def _run(
         write(text + "\n")
 
     if rank == 0:
-        say(roles.describe())
+        say(roles.describe(welcome.cores))
     shared = Rank(
         config=config,
         folder=config.run.folder,

@@ -1,6 +1,6 @@
 """The first exchange of a job: who is there, and does everybody mean the same job?
 
-    every rank ── Hello(host, facts) ──▶ rank 0     waits at most wait_limit_s, names who is missing
+    every rank ── Hello(host, facts, …) ▶ rank 0     waits at most wait_limit_s, names who is missing
     rank 0     ── Welcome(hosts, …, error) ────────▶ every rank the role map follows from the hosts
 
 Runs on the main thread, before the courier exists; messages of faster ranks that come in meanwhile are kept for it.
@@ -60,7 +60,8 @@ def _gather(transport: Transport, own: Hello, start_step: int, launch: int, limi
             )
         time.sleep(POLL_S)
     ordered = [hellos[rank] for rank in range(transport.size)]
-    return Welcome([hello.host for hello in ordered], start_step, disagreement(ordered), launch)
+    hosts, cores = [hello.host for hello in ordered], [hello.cores for hello in ordered]
+    return Welcome(hosts, start_step, disagreement(ordered), launch, cores)
 
 
 def disagreement(hellos: list[Hello]) -> str | None:

@@ -44,17 +44,19 @@ class RoleMap:
         """For messages: rank, role and host."""
         return f"rank {rank} ({self.role(rank)} {self.index(rank)} on {self.hosts[rank]})"
 
-    def describe(self) -> str:
-        """The role map as it is printed once at the start."""
+    def describe(self, cores: Sequence[str] = ()) -> str:
+        """The role map as it is printed once at the start; with the cores that every rank may run on, if given."""
         lines = [f"{len(self.hosts)} ranks: {len(self.generators)} generators, {len(self.trainers)} trainers"]
         for host in dict.fromkeys(self.hosts):
             ranks = [rank for rank, where in enumerate(self.hosts) if where == host]
             parts = [
-                f"{role}s {_ranges([r for r in ranks if self.role(r) == role])}"
+                f"{role}s {number_ranges([r for r in ranks if self.role(r) == role])}"
                 for role in ("trainer", "generator")
                 if any(self.role(r) == role for r in ranks)
             ]
-            lines.append(f"  {host}: {', '.join(parts)}")
+            masks = list(dict.fromkeys(cores[rank] for rank in ranks)) if cores else []
+            shown = f"; cores {' | '.join(masks)}" if masks else ""
+            lines.append(f"  {host}: {', '.join(parts)}{shown}")
         return "\n".join(lines)
 
 
@@ -88,7 +90,7 @@ def _spread(by_host: list[list[int]]) -> list[int]:
     return [ranks[turn] for turn in range(depth) for ranks in by_host if turn < len(ranks)]
 
 
-def _ranges(numbers: list[int]) -> str:
+def number_ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 5] → "0-2,5"."""
     parts = []
     for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):

@@ -54,6 +54,14 @@ def test_the_role_map_names_every_rank_once():
     ]
 
 
+def test_the_role_map_shows_the_cores_of_every_host_and_whether_ranks_share_them():
+    roles = plan_roles(["a"] * 2 + ["b"] * 2, RanksConfig(trainers=1, generators=3))
+    assert roles.describe(["0-1", "2-3", "0-3", "0-3"]).splitlines()[1:] == [
+        "  a: trainers 0, generators 1; cores 0-1 | 2-3",
+        "  b: generators 2-3; cores 0-3",
+    ]
+
+
 @pytest.mark.parametrize("ranks", [1, 4, 6])
 def test_a_world_that_does_not_fit_the_roles_is_refused(ranks):
     with pytest.raises(ConfigError, match=f"{ranks} ranks.*ask for 5.*-n 5"):

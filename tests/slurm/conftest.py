@@ -43,3 +43,12 @@ def cluster(slurm: Cluster) -> Iterator[Cluster]:
     slurm.ask("scancel", "--user=root")
     assert slurm.wait(lambda: not slurm.ask("squeue", "--noheader"), 60)
     assert slurm.wait(lambda: not slurm.processes(), 10), slurm.processes()
+
+
+@pytest.fixture
+def login(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """This process stands on the login node, with variables of a job that has ended."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {**cluster.environ(), "SLURM_JOB_ID": "17", "SLURM_NTASKS": "64", "SLURM_STEP_ID": "3"}.items():
+        monkeypatch.setenv(name, value)
+    return cluster

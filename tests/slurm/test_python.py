@@ -9,45 +9,12 @@ from typing import Any
 import pytest
 import yaml
 from cluster import Cluster
-from jobs import latency_config, run_job
-from runs import RANKS, ROOT, checkpoints, last_checkpoint, metrics, until_step
-from tiny import assert_same_bits, tiny_config
+from jobs import latency_config
+from runs import RANKS, ROOT, checkpoints, until_step
 
 from headrace.comm.errors import HeadraceError
 from headrace.launcher import RunError, submit_job
 from headrace.launcher.profile import Profile
-
-SAME = ("step", "version", "reward/mean", "response_length/mean", "tickets/trained", "train/loss")
-
-
-@pytest.fixture
-def login(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """This process stands on the login node, with variables of a job that has ended."""
-    monkeypatch.chdir(tmp_path)
-    for name, value in {**cluster.environ(), "SLURM_JOB_ID": "17", "SLURM_NTASKS": "64", "SLURM_STEP_ID": "3"}.items():
-        monkeypatch.setenv(name, value)
-    return cluster
-
-
-@pytest.mark.parametrize(("starter", "mpi"), [("srun", "openmpi"), ("mpirun", "mpich")])
-def test_a_job_from_python_trains_the_weights_of_a_local_run(
-    login: Cluster, tmp_path: Path, starter: str, mpi: str
-) -> None:
-    config = tiny_config(run={"steps": 4}, ranks=RANKS)
-    (tmp_path / "local").mkdir()
-    local, _ = run_job(config, tmp_path / "local")
-    site = Profile(starter=starter, mpi=mpi)
-    job = submit_job(config, executor="slurm", nodes=4, profile=site, timeout_min=5)
-    summary = job.result()
-    assert (summary.status, summary.steps, summary.attempts, summary.run) == ("ended", 4, 1, tmp_path / "runs/job")
-    for mine, other in zip(metrics(tmp_path), local, strict=True):
-        assert {name: mine[name] for name in SAME} == {name: other[name] for name in SAME}
-    assert_same_bits(last_checkpoint(tmp_path), last_checkpoint(tmp_path / "local"))
-    assert f"{starter}{' (openmpi, --mpi=pmix)' if starter == 'srun' else ''}" in (job.stdout() or "")
-    assert "on 4 nodes" in (job.stdout() or "")
-    script = job.paths.submission_file.read_text()
-    assert "#SBATCH --cpus-per-task=1\n" in script
-    assert "#SBATCH --signal=B:USR2@120\n" in script
 
 
 def test_a_warned_job_is_queued_again_and_finishes(login: Cluster, tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ from jobs import run_job
 from runs import HEADRACE, RANKS, ROOT, check_nothing_half, last_checkpoint, metrics, output, profile, submit
 from tiny import assert_same_bits, tiny_config
 
+from headrace.launcher import submit_job
+from headrace.launcher.profile import Profile
+
 STEPS = 4
 SAME = ("step", "version", "reward/mean", "response_length/mean", "tickets/trained", "train/loss")
 
@@ -74,3 +77,14 @@ def test_the_plain_script_does_the_same(cluster: Cluster, tmp_path: Path, local:
     assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED", printed.read_text()
     assert "srun (openmpi, --mpi=pmix) on 4 nodes" in printed.read_text()
     check_same(tmp_path, local)
+
+
+def test_a_job_from_python_does_the_same(login: Cluster, tmp_path: Path, local: Path) -> None:
+    job = submit_job(config(), executor="slurm", nodes=4, profile=Profile(mpi="openmpi"), timeout_min=5)
+    summary = job.result()
+    assert (summary.status, summary.steps, summary.attempts, summary.run) == ("ended", STEPS, 1, tmp_path / "runs/job")
+    assert "srun (openmpi, --mpi=pmix) on 4 nodes" in (job.stdout() or "")
+    check_same(tmp_path, local)
+    script = job.paths.submission_file.read_text()
+    assert "#SBATCH --cpus-per-task=1\n" in script
+    assert "#SBATCH --signal=B:USR2@120\n" in script

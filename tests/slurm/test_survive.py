@@ -25,6 +25,17 @@ from runs import (
 )
 from tiny import assert_same_bits, tiny_config
 
+PAUSING_REWARD = """
+import os
+import time
+
+
+def reward(task, answer):
+    time.sleep(float(os.environ.get("PAUSE_S", "0")))
+    return len(answer) % 3 / 2
+"""
+"""So slow that a step of 16 samples takes longer than a second."""
+
 both = pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 
 
@@ -62,17 +73,25 @@ def test_warning_checkpoint_requeue_resume_to_the_end(cluster: Cluster, tmp_path
     check_whole(tmp_path, 60)
 
 
+@pytest.mark.timeout(600)
 def test_two_minutes_limit_with_the_warning_in_time_gives_the_weights_of_an_uninterrupted_run(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    config = tiny_config(run={"steps": 400}, ranks={"generators": 3, "trainers": 1}, checkpoint={"every": 100})
+    reward = tmp_path / "reward.py"
+    reward.write_text(PAUSING_REWARD)
+    config = tiny_config(
+        run={"steps": 60},
+        ranks={"generators": 3, "trainers": 1},
+        data={"reward": f"{reward}:reward", "reward_workers": 1},
+        checkpoint={"every": 100},
+    )
     whole = tmp_path / "whole"
     whole.mkdir()
-    options = (*profile(tmp_path, mpi="openmpi", time="00:02:00", warn_s=60), "--nodes", "4")
-    job = submit(cluster, tmp_path, config, *options)
+    options = (*profile(tmp_path, mpi="openmpi", time="00:02:00", warn_s=60, requeues=20), "--nodes", "4")
+    job = submit(cluster, tmp_path, config, *options, "launch.env.PAUSE_S=0.08")
     run_job(config, whole, limit_s=280)
-    assert cluster.until_state(job, "COMPLETED", "FAILED", limit_s=400) == "COMPLETED", output(tmp_path)
-    assert "headrace: back into the queue, restart 1 of 5" in output(tmp_path)
+    assert cluster.until_state(job, "COMPLETED", "FAILED", limit_s=500) == "COMPLETED", output(tmp_path)
+    assert "headrace: back into the queue, restart 1 of 20" in output(tmp_path)
     assert [line["train/loss"] for line in metrics(tmp_path)] == [line["train/loss"] for line in metrics(whole)]
     assert_same_bits(last_checkpoint(tmp_path), last_checkpoint(whole))
 
