@@ -30,7 +30,7 @@ from typing import IO
 
 from headrace.comm.errors import HeadraceError
 from headrace.launcher.environment import rank_environment
-from headrace.launcher.failure import Failure, first_failure, own_errors
+from headrace.launcher.failure import LAST_LINES, Failure, first_failure, own_errors
 from headrace.launcher.processes import DeathWatch
 from headrace.launcher.runfolder import Attempt, writing
 from headrace.launcher.srun_output import NOISE, Report, is_garbled, reports
@@ -76,6 +76,7 @@ class Order:
     extra: Mapping[str, str]
     """Set for the ranks after cleaning."""
     threads: int
+    start_within_s: float
     stop_within_s: float
     kill_after_s: float
 
@@ -117,6 +118,10 @@ class Job:
     killed: bool = False
     failed_at: float | None = None
     """When the first sign of a failure was seen."""
+    missing: list[int] = field(default_factory=list)
+    """Ranks that hadn't started MPI within the limit."""
+    _start_limit: float | None = None
+    """When all ranks must have started, by the monotonic clock; None once that has been looked at."""
     _rest: bytes = b""
     _framed: bool = False
 
@@ -125,6 +130,7 @@ class Job:
         with writing(self.attempt.run):
             watch = DeathWatch(self.attempt.folder, self.order.ranks if self.order.starter.one_host else 0)
         process = self._start()
+        self._start_limit = time.monotonic() + self.order.start_within_s
         assert process.stdout is not None
         try:
             with open(self.attempt.mpirun_log, "ab", buffering=0) as log:
@@ -190,6 +196,7 @@ class Job:
 
     def _keep_limits(self, process: subprocess.Popen[bytes]) -> None:
         now = time.monotonic()
+        self._await_start(now)
         if self.stop.signum is not None and not self.stopping:
             self.stopping = True
             self.deadline = now + self.order.stop_within_s
@@ -201,6 +208,14 @@ class Job:
         if (late or self.stop.at_once) and not self.killed:
             self.killed = True
             self.order.starter.kill(self.name)
+
+    def _await_start(self, now: float) -> None:
+        """MPI itself waits for ever for a rank that doesn't come."""
+        if self._start_limit is not None and now >= self._start_limit:
+            self._start_limit = None
+            files = (self.attempt.folder / f"rank_{rank:03d}.pid" for rank in range(self.order.ranks))
+            self.missing = [rank for rank, file in enumerate(files) if not file.exists()]
+            self.deadline = now if self.missing else self.deadline
 
     def _failing(self) -> bool:
         ended = any("BAD TERMINATION" in line for line in self.tail) or any(self._reports())
@@ -224,8 +239,17 @@ class Job:
         status = KILLED if self.killed and not told else status
         # Only a signal to mpirun itself gives a negative code: when one ends a rank, mpirun exits with a status.
         mpirun_signal = -returncode if returncode < 0 and not self.killed else None
+        if self.missing and not self._has_errors() and not told:
+            return Outcome(status, self._late(), self.failed_at or time.monotonic())
         failure = first_failure(self.attempt, status, watch.deaths, told, list(self.tail), mpirun_signal)
         return Outcome(status, failure, self.failed_at or time.monotonic())
+
+    def _late(self) -> Failure:
+        cause = (
+            f"Ranks {self.missing} of {self.order.ranks} haven't started MPI within {self.order.start_within_s:.0f} s "
+            "(run.wait_limit_s): their hosts are slow or out of reach, or launcher and MPI don't understand each other."
+        )
+        return Failure(None, cause, list(self.tail)[-LAST_LINES:], self.attempt.mpirun_log, accident=True)
 
     def _failed_while_stopping(self, status: int) -> bool:
         """Whether the ranks, asked to stop, ended by an error or a crash of their own, for instance on a full disk."""

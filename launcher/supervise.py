@@ -124,6 +124,7 @@ def _run(
         environ=os.environ,
         extra=seating(config, crew, ranks) | config.launch.env,
         threads=config.ranks.threads or (max(1, cores // ranks) if starter.one_host else config.launch.cpus_per_rank),
+        start_within_s=config.run.wait_limit_s,
         stop_within_s=config.launch.stop_within_s,
         kill_after_s=config.launch.kill_after_s,
     )

@@ -32,6 +32,8 @@ def main() -> None:
     else:
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
+    if mode == "late" and rank == 1:
+        time.sleep(100)
     (folder / f"rank_{rank:03d}.pid").write_text(str(os.getpid()))
     os.open(folder / f"rank_{rank:03d}.alive", os.O_RDWR)
     print(f"rank {rank} of {comm.size} is up, arguments {sys.argv[2:]}")

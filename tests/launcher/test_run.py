@@ -62,6 +62,13 @@ def test_a_job_that_hangs_after_an_error_is_killed(launch: Launch, mpi: str) -> 
     assert not any(map(is_alive, job.pids()))
 
 
+def test_ranks_that_dont_come_are_named_when_the_limit_strikes(launch: Launch) -> None:
+    job = launch("mpich", "late", overrides=("run.wait_limit_s=4",))
+    assert job.wait() == 1
+    assert "Ranks [1] of 3 haven't started MPI within 4 s (run.wait_limit_s)" in job.errors.read_text()
+    assert not any(map(is_alive, job.pids()))
+
+
 @both
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_mpirun_is_named_when_a_signal_ended_mpirun_itself(launch: Launch, mpi: str, number: signal.Signals) -> None:
