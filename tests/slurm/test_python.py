@@ -1,4 +1,4 @@
-"""Runs sent to the cluster from Python: the same as a local run, through a time limit, and stopped on purpose."""
+"""Runs sent to the cluster from Python: warned, queued again, stopped on purpose, failed, refused."""
 
 from __future__ import annotations
 
@@ -19,13 +19,23 @@ from headrace.launcher.profile import Profile
 
 def test_a_warned_job_is_queued_again_and_finishes(login: Cluster, tmp_path: Path) -> None:
     config = latency_config(run={"steps": 60}, ranks=RANKS)
-    job = submit_job(config, executor="slurm", nodes=2, profile=Profile(mpi="openmpi", requeues=1))
+    site = Profile(starter="mpirun", mpi="mpich", requeues=1)
+    job = submit_job(config, executor="slurm", nodes=2, profile=site)
     until_step(login, tmp_path, 5)
     job._interrupt()
     summary = job.result()
     assert (summary.status, summary.steps, summary.attempts) == ("ended", 60, 2), job.stderr()
     assert "this job is preempted" in (job.stderr() or "")
     login.until_state(job.job_id, "COMPLETED")
+
+
+def test_a_job_that_slurm_queues_again_by_itself_finishes(login: Cluster, tmp_path: Path) -> None:
+    config = latency_config(run={"steps": 60}, ranks=RANKS, checkpoint={"every": 2})
+    job = submit_job(config, executor="slurm", nodes=2, profile=Profile(mpi="openmpi"))
+    until_step(login, tmp_path, 5)
+    login.ask("scontrol", "requeue", job.job_id)
+    summary = job.result()
+    assert (summary.status, summary.steps, summary.attempts) == ("ended", 60, 2), job.stderr()
 
 
 def test_cancel_leaves_a_checkpoint_and_no_job(login: Cluster, tmp_path: Path) -> None:
