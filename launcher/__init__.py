@@ -22,4 +22,6 @@ def __getattr__(name: str) -> object:
     """Loaded when used: most of this package needs none of it, and submitit is optional."""
     if name not in PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if PLACES[name] == "submitit_run":
+        import_module(f"{__name__}.python_api").require_submitit()
     return getattr(import_module(f"{__name__}.{PLACES[name]}"), name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ import pytest
 import submitit
 import yaml
 
+from headrace import launcher
 from headrace.comm.errors import ConfigError
 from headrace.launcher import RunError, RunSummary, prepare_run, submit_job
 from headrace.launcher.config import Config, load
@@ -72,9 +72,11 @@ def test_a_mistake_is_refused_before_anything_is_written(tmp_path: Path, options
 
 
 def test_without_submitit_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ConfigError, match=r"pip install 'headrace\[submitit\]'"):
         submit_job(TREE)
+    with pytest.raises(ConfigError, match=r"pip install 'headrace\[submitit\]'"):
+        _ = launcher.RunError
 
 
 def test_without_slurm_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

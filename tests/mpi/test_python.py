@@ -95,6 +95,7 @@ def test_a_mistake_that_shows_in_the_job_is_one_paragraph() -> None:
     assert "Traceback" not in str(error)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_a_time_limit_so_often_and_no_more(tmp_path: Path) -> None:
     executor = MpirunExecutor(tmp_path / "logs", max_num_timeout=1)
     executor.update_parameters(timeout_min=4 / 60)
