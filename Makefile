@@ -50,7 +50,7 @@ test-full: setup model
 	$(BIN)/pytest -m slow
 
 bench: setup
-	@for file in benchmarks/*_vs_*.py; do $(BIN)/python -m benchmarks.$$(basename $$file .py); done
+	@for file in benchmarks/[a-z]*_*.py; do $(BIN)/python -m benchmarks.$$(basename $$file .py); done
 
 clean:
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
