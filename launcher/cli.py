@@ -111,6 +111,7 @@ def submit(
         list[str] | None, typer.Option("--sweep", metavar="KEY.PATH=A,B", help="An array of runs, one per value.")
     ] = None,
     after: Annotated[str | None, typer.Option("--after", metavar="JOB", help="Start once it has ended well.")] = None,
+    time: Annotated[str | None, typer.Option("--time", help="Time limit of one start, as sbatch takes it.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the script; write and send nothing.")] = False,
     resume: Resume = False,
     fresh: Fresh = False,
@@ -119,7 +120,7 @@ def submit(
     from headrace.launcher.profile import load_profile
     from headrace.launcher.submit import Wish, prepare
 
-    wish = Wish(config, overrides or (), nodes, spare_nodes, ranks, sweep or (), after, resume, fresh)
+    wish = Wish(config, overrides or (), nodes, spare_nodes, ranks, sweep or (), after, time, resume, fresh)
     submission = prepare(wish, load_profile(profile))
     if dry_run:
         typer.echo(submission.script, nl=False)

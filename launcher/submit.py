@@ -52,6 +52,8 @@ class Wish:
     """`key.path=value,value,…`, each a dimension."""
     after: str | None = None
     """The job starts once this one has ended well."""
+    time: str | None = None
+    """Time limit of one start; none takes the profile's."""
     resume: bool = False
     fresh: bool = False
 
@@ -200,7 +202,7 @@ def directives(configs: Sequence[Config], folder: Path, wish: Wish, profile: Pro
     yield f"--nodes={wish.nodes + wish.spare_nodes}"
     yield f"--ntasks-per-node={_most_per_node(configs, wish, profile)}"
     yield f"--cpus-per-task={first.launch.cpus_per_rank}"
-    yield f"--time={profile.time}"
+    yield f"--time={wish.time or profile.time}"
     options = {"partition": profile.partition, "account": profile.account, "gres": profile.gres, "mem": profile.mem}
     yield from (f"--{name}={value}" for name, value in options.items() if value is not None)
     if profile.exclusive:

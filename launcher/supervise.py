@@ -21,7 +21,7 @@ from headrace.launcher.crew import Crew, seating
 from headrace.launcher.metrics import MetricsTail
 from headrace.launcher.models import make_tiny_model
 from headrace.launcher.plots import learning_curve
-from headrace.launcher.record import Ended, record_end, record_launcher
+from headrace.launcher.record import Ended, record_end, record_job, record_launcher
 from headrace.launcher.run import STOPPED, Job, Order, Outcome
 from headrace.launcher.runfolder import (
     INITIAL_MODEL,
@@ -48,6 +48,9 @@ def supervise(config: Config, crew: Crew, stop: StopRequest, program: Sequence[s
     Raises:
         Stopped: before the first rank was started.
     """
+    if crew.allocation is not None:
+        with writing(config.run.folder):
+            record_job(config.run.folder, crew.allocation.job)
     died_at = None
     for left in range(config.launch.relaunches, -1, -1):
         ready, attempt, done = begin(config)
