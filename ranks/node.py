@@ -7,10 +7,11 @@
     anyone    ── Silence ───────────────────────▶ lost, back   a generator is taken for lost, or is heard again
     ledger    ◀─ RoundPart ─────────────────────▶ ledger       rounds: every ledger learns every ledger's contribution
     ledger    ── Progress ──────────────────────▶ watcher      begins the next round when it has a result: `watch.py`
-    trainer   ── end_step, lost, unform ────────▶
-    trainer   ◀─ take_formed ────────────────────
+    trainer   ◀─ take_formed ──────────────────── then it pulls the data of its groups
+    trainer   ── pulled, or unform ─────────────▶ when all have pulled: `may_train`
+    trainer   ── end_step ──────────────────────▶
 
-Each step passes three phases, changed by the results of rounds, so by all ledgers at the same round:
+Each step passes four phases, changed by results of rounds, so by all ledgers at the same round:
 
     FORMING ── a batch can be formed ──▶ SHARING ── its groups are known everywhere ──▶ PULLING ── all have ──▶ TRAINING
       ▲ ▲                                  │                                              │      their data        │
