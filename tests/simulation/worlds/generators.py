@@ -131,8 +131,8 @@ class Generator:
                 continue
             if not sample.spans or sample.spans[-1][0] < self.version:
                 yield ("grows", self.rank, *key, index)
-            for reward in range(len(self.setup.rewards)):
-                yield ("finishes", self.rank, *key, index, reward)
+            if not self.setup.endless or key[0] % self.setup.endless:
+                yield from (("finishes", self.rank, *key, index, r) for r in range(len(self.setup.rewards)))
 
     # Events
 

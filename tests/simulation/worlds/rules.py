@@ -5,6 +5,7 @@
 - Outstanding tickets are within C; between rounds, credits and outstanding tickets add up to what they should.
 - What a generator has asked for is parked somewhere, or under way, to the last ask.
 - Grants go to nobody who is taken for lost, and no ledger's grants go back to older versions.
+- A group is told to end once, and only if it holds up a step.
 - A batch has the right size, of groups that are whole and are trained once; the versions of all tokens in the loss are
   within the bound; each was finished at most D steps ago.
 """
@@ -16,7 +17,8 @@ from fractions import Fraction
 from math import ceil, floor
 from typing import TYPE_CHECKING
 
-from headrace.comm.messages import Ask, Forgotten, Grants, Message, Redirect
+from headrace.comm.messages import Ask, Cut, Forgotten, Grants, Message, Redirect
+from headrace.ranks.ledger import Ledger
 from headrace.ranks.tickets import NO_VARIANCE, OVERDUE, FormedGroup, FormedStep
 from worlds.generators import PROMPT_TOKENS, Group
 from worlds.setup import expect
@@ -52,6 +54,7 @@ class Rules:
         self._filtered: Counter[int] = Counter()
         self._told: list[Counter[str]] = [Counter(node.counts().dropped_reasons) for node in world.nodes]
         self._given = [node.counts().failed + node.counts().dropped for node in world.nodes]
+        self._cut: set[tuple[int, int]] = set()
         self._newest_granted = [0] * len(world.nodes)
         for i in range(len(world.nodes)):
             self._follow(i)
@@ -146,6 +149,21 @@ class Rules:
                 version = grant.min_version
                 expect(version >= self._newest_granted[source], f"ledger {source} goes back to version {version}")
                 self._newest_granted[source] = version
+        elif isinstance(message, Cut):
+            for key in message.tickets:
+                expect(key not in self._cut, f"ticket {key[0]} is told to end twice")
+                self._cut.add(key)
+                text = f"ticket {key[0]} is told to end and holds nothing up"
+                expect(self._holds_up(self._world.nodes[source].ledger, key[0]), text)
+
+    def _holds_up(self, ledger: Ledger, number: int) -> bool:
+        """Whether, once this step has taken its groups, too many others are due by some deadline not before that of the
+        ticket. Of several ledgers none knows that by itself."""
+        size, tickets = ledger.spec.groups_per_step, ledger._tickets
+        finished = sorted(ledger._deadline(t) for t in tickets.values() if not t.open)
+        others = finished[size:] + [ledger._deadline(t) for t in tickets.values() if t.open]
+        due = {d: sum(other <= d for other in others) for d in others if d >= ledger._deadline(tickets[number])}
+        return len(self._world.nodes) > 1 or any(count > (d - ledger.step) * size for d, count in due.items())
 
     def check_batch(self, formed: FormedStep, data: Data) -> None:
         """What the replicas are about to train, against the data that they have pulled."""

@@ -57,6 +57,8 @@ class Setup:
     """The run is asked to stop; at most once."""
     long: int = 0
     """Every so manyth ticket takes 100× as long as the others; 0: none."""
+    endless: int = 0
+    """Every so manyth ticket never ends by itself; 0: none."""
     slow: int = 0
     """So many generators, the last ones, are 100× slower than the others."""
     deaf: int = 0
