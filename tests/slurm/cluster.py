@@ -227,11 +227,16 @@ class Cluster:
         """Take the node's link down: it and all that runs on it are gone for the others."""
         _ip("link", "set", self._link(node), "down")
 
+    def power_off(self, node: str) -> None:
+        """End what runs on a node that is cut off."""
+        for pid in self.processes(node):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def mend(self, node: str) -> None:
         """Bring the link back, and wait until the node is in use again."""
+        self.power_off(node)
         _ip("link", "set", self._link(node), "up")
-        for pid in self.processes(node):
-            os.kill(pid, signal.SIGKILL)
 
         def idle() -> bool:
             self.ask("scontrol", "update", f"nodename={node}", "state=resume", check=False)

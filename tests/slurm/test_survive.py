@@ -220,3 +220,16 @@ def test_a_second_warning_kills_and_the_last_whole_checkpoint_counts(cluster: Cl
 
 def _kill_rank(folder: Path, rank: int) -> None:
     os.kill(int((folder / f"runs/job/latest/rank_{rank:03d}.pid").read_text()), signal.SIGKILL)
+
+
+def test_loss_of_the_batch_host_brings_the_job_back_on_other_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, slow_job(), *site(tmp_path, "openmpi")[:-1], "3")
+    until_step(cluster, tmp_path, 12)
+    cluster.cut("node1")
+    cluster.power_off("node1")
+    try:
+        assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
+    finally:
+        cluster.mend("node1")
+    assert "  node4: " in output(tmp_path)
+    check_whole(tmp_path, 60)
