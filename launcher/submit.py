@@ -27,8 +27,8 @@ from headrace.launcher.config import Config, apply_override, dump, read_yaml, va
 from headrace.launcher.crew import with_ranks
 from headrace.launcher.environment import clean
 from headrace.launcher.profile import SBATCH, Profile
-from headrace.launcher.queue import ask
-from headrace.launcher.record import record_job
+from headrace.launcher.queue import ask, queued
+from headrace.launcher.record import job_of, record_job
 from headrace.launcher.runfolder import check_new, check_resume, fresh_config, is_barren, write_text, writing
 from headrace.launcher.start import check_inputs
 
@@ -123,6 +123,11 @@ def with_folder(config: Config, resume: bool, fresh: bool) -> Config:
         check_resume(config)
     else:
         check_new(config)
+    if (job := job_of(config.run.folder)) is not None and queued([job]):
+        raise ConfigError(
+            f"Job {job} waits or runs for {config.run.folder} already. Wait for its end, stop it by `headrace cancel "
+            f"{config.run.folder}`, or begin another run by --fresh or run.name=NAME."
+        )
     return config
 
 

@@ -75,6 +75,16 @@ def test_two_jobs_share_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
         assert len(metrics(folder)) == 50
 
 
+def test_a_run_that_waits_in_the_queue_isnt_sent_again(cluster: Cluster, tmp_path: Path) -> None:
+    config = latency_config(ranks={"generators": 1, "trainers": 1})
+    job = submit(cluster, tmp_path, config, *profile(tmp_path, options=["--hold"]))
+    said = headrace(cluster, tmp_path, "submit", "job.yaml")
+    assert said.status == 2
+    assert f"Job {job} waits or runs for runs/job already" in said.text
+    assert submit(cluster, tmp_path, config, *profile(tmp_path, options=["--hold"]), "--fresh") != job
+    assert (tmp_path / "runs/job-2/job.sbatch").exists()
+
+
 def test_a_sweep_is_an_array_of_runs(cluster: Cluster, tmp_path: Path) -> None:
     config = latency_config(ranks={"generators": 1, "trainers": 1}, run={"steps": 5})
     job = submit(cluster, tmp_path, config, *profile(tmp_path, mpi="mpich"), "--sweep", "run.seed=1,2")
