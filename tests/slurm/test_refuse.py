@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import yaml
 from cluster import Cluster
 from jobs import check_books, latency_config
 from runs import RANKS, headrace, metrics, output, profile, submit
@@ -73,6 +75,20 @@ def test_two_jobs_share_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
         assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(folder)
         check_books(metrics(folder), 1)
         assert len(metrics(folder)) == 50
+
+
+def test_ten_submits_at_once_are_ten_runs(cluster: Cluster, tmp_path: Path) -> None:
+    config = latency_config(ranks={"generators": 1, "trainers": 1}, run={"steps": 3})
+    site = profile(tmp_path, mpi="mpich", starter="mpirun")
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(config))
+    with ThreadPoolExecutor() as pool:
+        words = [("submit", "job.yaml", *site, f"run.name=run{number}") for number in range(10)]
+        said = list(pool.map(lambda each: headrace(cluster, tmp_path, *each), words))
+    jobs = [one.text.partition("job ")[2].partition(":")[0] for one in said]
+    assert len(set(jobs)) == 10, said
+    for number, job in enumerate(jobs):
+        assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED"
+        assert len((tmp_path / f"runs/run{number}/metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_a_run_that_waits_in_the_queue_isnt_sent_again(cluster: Cluster, tmp_path: Path) -> None:
