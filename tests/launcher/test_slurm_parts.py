@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,26 @@ def test_the_script_says_what_the_profile_says(config: Path) -> None:
     (resolved,) = submission.configs
     assert (resolved.launch.starter, resolved.launch.nodes, resolved.launch.cpus_per_rank) == ("srun", 2, 6)
     assert not (config.parent / "runs").exists(), "nothing is written before it is sent"
+
+
+@pytest.mark.parametrize("name", ["cpu", "nvidia", "ascend"])
+def test_the_scripts_of_shipped_profiles_are_bash_and_give_every_job_its_own_ports(config: Path, name: str) -> None:
+    script = prepare(Wish(config, sweep=("run.seed=1,2",)), load_profile(name)).script
+    exports = "\n".join(line for line in script.splitlines() if line.startswith("export "))
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    ports = {}
+    for job in ("17", "18"):
+        shown = subprocess.run(
+            ["bash", "-c", f"{exports}\necho $HCCL_IF_BASE_PORT"],
+            env={"SLURM_JOB_ID": job, "USER": "u", "PATH": "/bin"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        ports[job] = shown.stdout.strip()
+    if name == "ascend":
+        assert int(ports["18"]) - int(ports["17"]) == 16
+        assert int(ports["18"]) < 60000
 
 
 def test_more_ranks_than_devices_of_a_node_are_refused(config: Path) -> None:
