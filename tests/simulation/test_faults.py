@@ -1,0 +1,216 @@
+"""Faults that such systems are known for: each a short test of what must hold instead.
+
+Here: deaths, rewards that raise or hang, long samples, stops, lost counts. Elsewhere:
+
+- whoever is missing at the start, hangs, or falls silent is named, within a limit: tests/ranks/test_courier.py,
+  tests/ranks/test_failure.py, tests/mpi/test_silence.py
+- collectives have one order on all ranks, and updates reach all generators: tests/mpi/test_weights_ranks.py
+- generation that waits for a version goes on after it: tests/ranks/test_generator.py
+- the end of the data, S = 0, replicas with groups of their own, a resume within the bound from the first step, a failed
+  group that would hold up a resume: test_worlds.py
+- staleness includes the time in the queue: tests/ranks/test_ledger.py, test_held_for_k_updates_a_sample_has_age_k
+- every token is labelled with the version that sampled it, and versions don't mix without partial rollout:
+  tests/ranks/test_generator.py
+- step, schedule and optimizer after a resume are those of a run without: tests/mpi/test_deterministic.py
+- shutdown is bounded: tests/mpi/test_stop.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from worlds.playing import choices, play_to_the_end, run
+from worlds.resuming import resumed
+from worlds.setup import Setup, StuckError
+from worlds.world import World
+
+from headrace.ranks.tickets import LedgerSpec
+
+SEEDS = range(10)
+POLICIES = [
+    {"overdue": "wait"},
+    {"overdue": "cut"},
+    {"overdue": "mask"},
+    {"overdue": "drop"},
+    {"overdue": "drop", "by_sample": True},
+]
+
+
+def spec(groups: int = 3, staleness: float = 1, steps: int = 6, size: int = 2, **more: Any) -> LedgerSpec:
+    return LedgerSpec(groups, staleness, 1, size, steps, **more)
+
+
+def trained(world: World) -> list[int]:
+    return [ticket for step in world.trained for ticket in step]
+
+
+def happened(world: World, name: str) -> int:
+    return sum(event[0] == name for event, _ in world.trace)
+
+
+# Waiting for ever
+
+
+def test_the_tickets_of_dead_generators_are_made_by_others() -> None:
+    deaths = 0
+    for seed in SEEDS:
+        world = play_to_the_end(Setup(spec(tickets=12), ledgers=2, generators=4, deaths=3), seed)
+        assert sorted(trained(world)) == list(range(12))
+        deaths += happened(world, "dies")
+    assert deaths > 10
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_a_dead_trainer_costs_no_more_than_the_steps_since_the_checkpoint(journal: bool) -> None:
+    """All ledgers go on from the last one, here of every third step."""
+    setup = Setup(spec(staleness=2, steps=9), ledgers=2, generators=3)
+    for seed in SEEDS:
+        choose = choices(seed)
+        world = World(setup)
+        while world.step < 5:
+            world.do(world.events()[choose(len(world.events()))])
+        again = resumed(world, setup, choose, every=3, journal=journal)
+        assert again.step == 3
+        assert run(again, choose)
+        assert len(trained(again)) == len(set(trained(again))) == 27
+
+
+def test_a_reward_that_raises_or_hangs_fails_its_group_and_the_batch_goes_on() -> None:
+    for seed in SEEDS:
+        world = play_to_the_end(Setup(spec(), ledgers=2, generators=2, failures=3, hangs=3), seed)
+        assert [len(step) for step in world.trained] == [3] * 6
+        reasons = sum((node.counts() for node in world.nodes[1:]), world.nodes[0].counts()).failed_reasons
+        assert reasons == {"raised": 3, "hung": 3}
+
+
+@pytest.mark.parametrize("ledgers", [2, 3, 4, 5, 6, 7, 8])
+def test_ledgers_of_any_number_never_wait_for_each_other_in_a_circle(ledgers: int) -> None:
+    for seed in range(2):
+        play_to_the_end(Setup(spec(steps=4), ledgers=ledgers, generators=3), seed)
+
+
+def test_a_new_version_waits_for_no_sample() -> None:
+    """Steps are trained and versions taken in while a long sample goes on: its tokens are then of several versions."""
+    mixed = 0
+    for seed in SEEDS:
+        world = World(Setup(spec(staleness=3, steps=10, size=1), generators=2, room=4, long=4))
+        choose = choices(seed)
+        while not world.is_over and not mixed:
+            run(world, choose, 1)
+            mixed += any(len(s.spans) > 2 for g in world.alive.values() for r in g.running.values() for s in r.samples)
+    assert mixed
+
+
+def test_what_is_waited_for_is_named() -> None:
+    with pytest.raises(StuckError, match=r"tickets \[0.*\] at rank 1"):
+        run(World(Setup(spec(size=1), endless=3, room=9)), choices(0))
+
+
+def test_a_stop_at_any_time_ends_the_run_and_a_resume_completes_it() -> None:
+    stopped = 0
+    setup = Setup(spec(tickets=17, steps=20), ledgers=2, generators=2, stops=1)
+    for seed in range(30):
+        choose = choices(seed)
+        world = World(setup)
+        assert run(world, choose)
+        stopped += world.stopped
+        if world.stopped:
+            world = resumed(world, replace(setup, stops=0), choose)
+            assert run(world, choose)
+        assert sorted(trained(world)) == list(range(17))
+    assert stopped > 10
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: " ".join(map(str, policy.values())))
+def test_a_sample_100_times_as_long_and_a_slow_generator_end_the_run_all_the_same(policy: dict[str, Any]) -> None:
+    """Also after a resume, where the same sample is as long again."""
+    setup = Setup(spec(staleness=2, **policy), ledgers=2, generators=3, room=3, long=5, slow=1)
+    for seed in SEEDS:
+        play_to_the_end(setup, seed)
+        choose = choices(seed)
+        world = World(setup)
+        if not run(world, choose, 300):
+            assert run(resumed(world, setup, choose), choose)
+
+
+@pytest.mark.parametrize("policy", [POLICIES[1], POLICIES[3], POLICIES[4]], ids=["cut", "drop", "drop by sample"])
+def test_a_sample_without_an_end_is_settled_by_the_policy(policy: dict[str, Any]) -> None:
+    setup = Setup(spec(staleness=2, **policy), ledgers=2, generators=3, room=3, endless=7)
+    for seed in SEEDS:
+        play_to_the_end(setup, seed)
+
+
+def test_a_version_that_never_reaches_one_generator_holds_up_the_others_no_longer_than_its_limit() -> None:
+    ended = 0
+    for seed in SEEDS:
+        world = play_to_the_end(Setup(spec(steps=8), generators=3, deaf=1), seed)
+        ended += happened(world, "dies_deaf")
+    assert ended > 0
+
+
+def test_versions_that_skip_a_generator_are_followed_by_the_next() -> None:
+    skipped = sum(
+        happened(play_to_the_end(Setup(spec(steps=8), generators=3, skips=3), seed), "skips") for seed in SEEDS
+    )
+    assert skipped > 10
+
+
+# Counting wrong
+
+
+def test_what_was_made_is_trained_dropped_failed_or_held_at_every_event() -> None:
+    setup = Setup(spec(overdue="drop", filtered_per_step=2), 2, 3, rewards=(0.0, 1.0), failures=2, silences=3, long=3)
+    for seed in SEEDS:
+        world, choose = World(setup), choices(seed)
+        while not world.is_over:
+            run(world, choose, 1)
+            for node in world.nodes:
+                counts = node.counts()
+                ends = counts.trained + counts.dropped + counts.failed
+                assert counts.issued == ends + counts.outstanding + counts.returned
+                assert counts.dropped == sum(counts.dropped_reasons.values())
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_over_any_kills_every_prompt_is_used_once_per_epoch(journal: bool) -> None:
+    setup = Setup(spec(tickets=23, steps=30), ledgers=2, generators=3, silences=2)
+    for seed in SEEDS:
+        choose = choices(seed)
+        world = World(setup)
+        while not run(world, choose, 200 + choose(400)):
+            world = resumed(world, setup, choose, 1 + seed % 3, journal)
+        assert sorted(trained(world)) == list(range(23))
+
+
+def test_after_a_resume_no_step_is_counted_twice() -> None:
+    for seed in SEEDS:
+        choose = choices(seed)
+        setup = Setup(spec(steps=6), ledgers=2, generators=2)
+        world = World(setup)
+        while not run(world, choose, 200):
+            world = resumed(world, setup, choose)
+        assert [len(step) for step in world.trained] == [3] * 6
+
+
+def test_long_samples_are_trained_as_often_as_short_ones() -> None:
+    """Of the tickets that a run without an end of data could train, none is left out for being long."""
+    for seed in SEEDS:
+        world = play_to_the_end(Setup(spec(staleness=2, steps=12), ledgers=2, generators=3, room=3, long=4), seed)
+        long = [ticket for ticket in trained(world) if ticket % 4 == 0]
+        granted = range(max(trained(world)))
+        assert len(long) >= len(granted) // 4 - world.spec.credits
+
+
+def test_a_resume_moves_on_though_a_group_was_dropped_in_the_middle() -> None:
+    dropped = 0
+    setup = Setup(spec(overdue="drop", staleness=2, tickets=20, steps=30), 2, 3, long=6, room=4)
+    for seed in SEEDS:
+        choose = choices(seed)
+        world = World(setup)
+        while not run(world, choose, 400):
+            world = resumed(world, setup, choose)
+        dropped += sum(node.counts().dropped for node in world.nodes)
+        assert len(trained(world)) + sum(node.counts().dropped for node in world.nodes) == 20
+    assert dropped > 0
