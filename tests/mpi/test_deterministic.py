@@ -104,7 +104,7 @@ def test_s0_equals_a_plain_synchronous_loop_bit_for_bit(tmp_path, generators):
     assert_same_bits(tmp_path / "runs/job/checkpoints/step_000005", tmp_path / "reference")
 
 
-@pytest.mark.parametrize(("trainers", "victim"), [(1, 2), (2, 0)])
+@pytest.mark.parametrize(("trainers", "victim"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 0)])
 def test_a_killed_job_resumes_to_the_weights_of_an_uninterrupted_one(tmp_path, trainers, victim):
     tree = tiny_config(run={"steps": 40}, ranks={"trainers": trainers}, checkpoint={"every": 5})
     (tmp_path / "whole").mkdir()

@@ -9,11 +9,11 @@ from jobs import check_books, latency_config, run_job
 
 SHAPES = [
     # max_staleness, generators, trainers, transport, mpi
-    (1, 1, 1, "mpi", "mpich"),
+    pytest.param(1, 1, 1, "mpi", "mpich", marks=pytest.mark.slow),
     (2, 6, 3, "mpi", "mpich"),
-    (4, 4, 2, "collective", "mpich"),
+    pytest.param(4, 4, 2, "collective", "mpich", marks=pytest.mark.slow),
     (0.5, 3, 2, "mpi", "openmpi"),
-    (0, 2, 3, "mpi", "mpich"),
+    pytest.param(0, 2, 3, "mpi", "mpich", marks=pytest.mark.slow),
     (2, 2, 1, "collective", "openmpi"),
 ]
 

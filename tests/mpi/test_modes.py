@@ -60,7 +60,12 @@ def test_synchronous_trains_only_what_its_own_version_made(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "mixes"), [("one-step-off", False), ("fully-async", False), ("partial-rollout", True)]
+    ("name", "mixes"),
+    [
+        pytest.param("one-step-off", False, marks=pytest.mark.slow),
+        ("fully-async", False),
+        ("partial-rollout", True),
+    ],
 )
 def test_samples_mix_versions_exactly_with_partial_rollout(tmp_path: Path, name: str, mixes: bool) -> None:
     metrics = run_mode(name, tmp_path)
@@ -69,12 +74,14 @@ def test_samples_mix_versions_exactly_with_partial_rollout(tmp_path: Path, name:
     assert any(sample["born"] < sample["newest"] for sample in samples_of(tmp_path)) == mixes
 
 
+@pytest.mark.slow
 def test_streaming_takes_several_steps_from_one_published_version(tmp_path: Path) -> None:
     metrics = run_mode("streaming", tmp_path)
     assert [line["staleness/max"] for line in metrics] == [step % 4 for step in range(len(metrics))]
     assert {sample["born"] % 4 for sample in samples_of(tmp_path)} == {0}
 
 
+@pytest.mark.slow
 def test_a_fraction_runs_ahead_and_throws_nothing_away(tmp_path: Path) -> None:
     metrics = run_mode("fractional", tmp_path)
     assert metrics[-1]["tickets/dropped"] == 0
@@ -88,17 +95,20 @@ def test_stragglers_that_are_cut_are_trained_as_truncated(tmp_path: Path) -> Non
     assert any(sample["finish"] == "cut" for sample in samples_of(tmp_path))
 
 
+@pytest.mark.slow
 def test_stragglers_that_are_masked_are_trained_late_without_their_old_tokens(tmp_path: Path) -> None:
     metrics = run_mode("stragglers", tmp_path, "ledger.overdue=mask")
     assert metrics[-1]["tickets/dropped"] == 0
     assert any(sample["born"] < sample["step"] - 1 - BOUNDS["stragglers"] for sample in samples_of(tmp_path))
 
 
+@pytest.mark.slow
 def test_stragglers_that_are_dropped_are_counted_with_their_reason(tmp_path: Path) -> None:
     metrics = run_mode("stragglers", tmp_path, "ledger.overdue=drop")
     assert metrics[-1]["tickets/dropped_overdue"] == metrics[-1]["tickets/dropped"] > 0
 
 
+@pytest.mark.slow
 def test_settled_by_sample_a_straggler_leaves_its_group_and_the_others_are_trained(tmp_path: Path) -> None:
     run_mode("stragglers", tmp_path, "ledger.overdue=drop", "ledger.settle_by=sample")
     samples = samples_of(tmp_path)
