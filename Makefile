@@ -2,6 +2,7 @@
 #   make run        train SmolLM2 on small sums: sets everything up, fetches the model once, about 10 minutes
 #   make test       lint, types and the quick tests        make test-full   the slow ones
 #   make bench      the measurements                        make setup       only .venv
+#   make simulate   the ledgers under 10,000 fault schedules, and small worlds in every order of events; minutes
 #
 # Each `make run` makes a run folder of its own: runs/chain-sum-smollm2, runs/chain-sum-smollm2-2, …
 
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 MODEL := models/SmolLM2-135M-Instruct
 PACKAGES := launcher ranks comm rollout train
 
-.PHONY: setup model run test test-full lint bench clean
+.PHONY: setup model run test test-full lint simulate bench clean
 
 setup: $(VENV)/.ready
 
@@ -48,6 +49,10 @@ test: lint
 
 test-full: setup model
 	$(BIN)/pytest -m slow
+
+simulate: setup
+	$(BIN)/python tests/simulation/simulate.py
+	$(BIN)/python tests/simulation/simulate.py --search
 
 bench: setup
 	@for file in benchmarks/[a-z]*_*.py; do $(BIN)/python -m benchmarks.$$(basename $$file .py); done

@@ -1,8 +1,9 @@
-"""Thousands of seeded fault schedules, and every order of events of small worlds. Run by `make simulate`.
+"""Thousands of seeded fault schedules, and every order of events of small worlds: `make simulate`.
 
-    python tests/simulation/simulate.py                     10,000 seeds on all cores, then the small worlds
+    python tests/simulation/simulate.py                     10,000 seeds on all cores
     python tests/simulation/simulate.py --seeds 500         fewer
     python tests/simulation/simulate.py --seed 1234         one seed again, event by event
+    python tests/simulation/simulate.py --search            every order of events of small worlds
 
 A failing seed prints the shortest story that leads to a failure and the command that plays it again.
 """
@@ -15,10 +16,14 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 
 from worlds.playing import choices, play, story
 from worlds.schedules import covered, live
+from worlds.search import Found, Search
+from worlds.setup import Setup
+from worlds.smallest import ALL, MORE, QUICK, name
 from worlds.world import World
 
 LINES = {
@@ -70,12 +75,32 @@ def try_seeds(first: int, count: int) -> bool:
             failures += bool(failure)
             if failure and failures <= SHOWN_FAILURES:
                 print(failure, flush=True)
-    for name, text in LINES.items():
-        print(f"{total[name]:>12,}  {text}")
-    for name in sorted(name for name in total if name.startswith("policy")):
-        print(f"{total[name]:>12,}  lives with {name}")
+    for what, text in LINES.items():
+        print(f"{total[what]:>12,}  {text}")
+    for policy in sorted(what for what in total if what.startswith("policy")):
+        print(f"{total[policy]:>12,}  lives with {policy}")
     print(f"{failures} of {count:,} seeds failed, {time.monotonic() - began:.0f} s", flush=True)
     return not failures
+
+
+def search(setup: Setup) -> tuple[str, Found | AssertionError]:
+    """All states of a small world; how it failed, if it did."""
+    try:
+        return name(setup), Search(setup).run()
+    except AssertionError as error:
+        return name(setup), error
+
+
+def search_all(setups: Sequence[Setup]) -> bool:
+    """Search all these worlds on all cores, the largest first; True if none failed."""
+    began, good = time.monotonic(), True
+    with multiprocessing.Pool(len(os.sched_getaffinity(0))) as pool:
+        for named, found in pool.imap_unordered(search, reversed(setups)):
+            good &= isinstance(found, Found)
+            told = f"{found.states:,} states, {found.events:,} events" if isinstance(found, Found) else found
+            print(f"{named}: {told}", flush=True)
+    print(f"{len(setups)} small worlds, {time.monotonic() - began:.0f} s", flush=True)
+    return good
 
 
 def tell(seed: int) -> None:
@@ -94,10 +119,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10_000, help="how many seeds")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="only this one, event by event")
+    parser.add_argument("--search", action="store_true", help="search small worlds instead")
     args = parser.parse_args()
     if args.seed is not None:
         tell(args.seed)
-    elif not try_seeds(args.first, args.seeds):
+    elif not (search_all([*QUICK, *ALL, *MORE]) if args.search else try_seeds(args.first, args.seeds)):
         sys.exit(1)
 
 

@@ -157,13 +157,21 @@ class Rules:
                 expect(self._holds_up(self._world.nodes[source].ledger, key[0]), text)
 
     def _holds_up(self, ledger: Ledger, number: int) -> bool:
-        """Whether, once this step has taken its groups, too many others are due by some deadline not before that of the
-        ticket. Of several ledgers none knows that by itself."""
-        size, tickets = ledger.spec.groups_per_step, ledger._tickets
+        """Whether the ticket is due by this step, which would be whole with all that are due; or whether, once the step
+        has taken its groups, all finished, too many others are due by some deadline not before the ticket's. Of
+        several ledgers none knows that by itself."""
+        size, step, tickets = ledger.spec.groups_per_step, ledger.step, ledger._tickets
+        deadline = ledger._deadline(tickets[number])
         finished = sorted(ledger._deadline(t) for t in tickets.values() if not t.open)
-        others = finished[size:] + [ledger._deadline(t) for t in tickets.values() if t.open]
-        due = {d: sum(other <= d for other in others) for d in others if d >= ledger._deadline(tickets[number])}
-        return len(self._world.nodes) > 1 or any(count > (d - ledger.step) * size for d, count in due.items())
+        unfinished = [ledger._deadline(t) for t in tickets.values() if t.open]
+        if len(self._world.nodes) > 1:
+            return True
+        if len(finished) < size:
+            due = [d for d in unfinished if d <= step]
+            alone = due == unfinished and ledger.next_number is None
+            return deadline <= step and (len(finished) + len(due) >= size or alone)
+        others = finished[size:] + unfinished
+        return any(sum(other <= d for other in others) > (d - step) * size for d in others if d >= deadline)
 
     def check_batch(self, formed: FormedStep, data: Data) -> None:
         """What the replicas are about to train, against the data that they have pulled."""
