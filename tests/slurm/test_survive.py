@@ -25,6 +25,8 @@ from runs import (
 )
 from tiny import assert_same_bits, tiny_config
 
+STEPS = 40
+
 PAUSING_REWARD = """
 import os
 import time
@@ -39,7 +41,7 @@ def reward(task, answer):
 both = pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 
 
-def slow_job(steps: int = 60, **sections: dict[str, Any]) -> dict[str, Any]:
+def slow_job(steps: int = STEPS, **sections: dict[str, Any]) -> dict[str, Any]:
     """A run of about `steps` / 4 seconds."""
     latency = {"token_ms": 2, "median_tokens": 6, "sigma": 1, "train_s": 0.2, "weight_delay_s": 0.02}
     base: dict[str, Any] = {"run": {"steps": steps}, "ranks": RANKS, "rollout": {"latency": latency}}
@@ -66,11 +68,11 @@ def test_warning_checkpoint_requeue_resume_to_the_end(cluster: Cluster, tmp_path
     cluster.ask("scancel", "--batch", "--signal=USR2", job)
     cluster.until_state(job, "PENDING", limit_s=30)
     first = metrics(tmp_path)
-    assert checkpoints(tmp_path)[-1] == len(first) < 60
+    assert checkpoints(tmp_path)[-1] == len(first) < STEPS
     assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
     assert "headrace: back into the queue, restart 1 of 5" in output(tmp_path)
     assert metrics(tmp_path)[: len(first)] == first, "steps that were done are not done again"
-    check_whole(tmp_path, 60)
+    check_whole(tmp_path, STEPS)
 
 
 @pytest.mark.timeout(600)
@@ -116,7 +118,7 @@ def test_a_killed_rank_is_replaced_within_the_allocation(cluster: Cluster, tmp_p
     assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
     assert "starting again, 1 of 1 times left" in output(tmp_path)
     assert re.search(r"step (6|11) was trained \d+ s after the failure", output(tmp_path)), output(tmp_path)
-    check_whole(tmp_path, 60)
+    check_whole(tmp_path, STEPS)
 
 
 def test_a_mistake_is_not_tried_again(cluster: Cluster, tmp_path: Path) -> None:
@@ -132,7 +134,7 @@ def test_a_mistake_is_not_tried_again(cluster: Cluster, tmp_path: Path) -> None:
 @both
 def test_a_node_that_is_cut_off_is_replaced_by_the_spare_one(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
     options = [*site(tmp_path, mpi, relaunches=2)[:-1], "3", "--spare-nodes", "1"]
-    config = slow_job(run={"steps": 60, "silence_limit_s": 10, "heartbeat_s": 1})
+    config = slow_job(run={"steps": STEPS, "silence_limit_s": 10, "heartbeat_s": 1})
     job = submit(cluster, tmp_path, config, *options)
     until_step(cluster, tmp_path, 12)
     cluster.cut("node3")
@@ -141,11 +143,11 @@ def test_a_node_that_is_cut_off_is_replaced_by_the_spare_one(cluster: Cluster, t
     finally:
         cluster.mend("node3")
     assert "starting again without node3, with node4 instead" in output(tmp_path)
-    check_whole(tmp_path, 60)
+    check_whole(tmp_path, STEPS)
 
 
 def test_without_a_spare_node_the_run_goes_on_with_fewer_generators(cluster: Cluster, tmp_path: Path) -> None:
-    config = slow_job(run={"steps": 60, "silence_limit_s": 10, "heartbeat_s": 1})
+    config = slow_job(run={"steps": STEPS, "silence_limit_s": 10, "heartbeat_s": 1})
     job = submit(cluster, tmp_path, config, *site(tmp_path, "openmpi", relaunches=2))
     until_step(cluster, tmp_path, 12)
     cluster.cut("node3")
@@ -154,7 +156,7 @@ def test_without_a_spare_node_the_run_goes_on_with_fewer_generators(cluster: Clu
     finally:
         cluster.mend("node3")
     assert "starting again without node3, on 6 ranks" in output(tmp_path)
-    check_whole(tmp_path, 60)
+    check_whole(tmp_path, STEPS)
 
 
 def test_scontrol_requeue_goes_on_from_the_last_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_scontrol_requeue_goes_on_from_the_last_checkpoint(cluster: Cluster, tmp
     cluster.until_state(job, "PENDING", "RUNNING", limit_s=30)
     assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
     assert "back into the queue" not in output(tmp_path), "Slurm has done that by itself"
-    check_whole(tmp_path, 60)
+    check_whole(tmp_path, STEPS)
 
 
 def test_scancel_leaves_no_process_and_no_half_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_preemption_by_a_higher_partition_checkpoints_and_goes_on(cluster: Clust
     cluster.ask("srun", "--partition=high", "--nodes=4", "--exclusive", "true", limit_s=90)
     assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
     assert (tmp_path / "runs/job/attempt_02").exists()
-    check_whole(tmp_path, 60)
+    check_whole(tmp_path, STEPS)
 
 
 def test_a_warning_during_start_up_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
@@ -228,8 +230,8 @@ def test_loss_of_the_batch_host_brings_the_job_back_on_other_nodes(cluster: Clus
     cluster.cut("node1")
     cluster.power_off("node1")
     try:
-        assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
+        assert cluster.until_state(job, "COMPLETED", "FAILED", limit_s=200) == "COMPLETED", output(tmp_path)
     finally:
         cluster.mend("node1")
     assert "  node4: " in output(tmp_path)
-    check_whole(tmp_path, 60)
+    check_whole(tmp_path, STEPS)
