@@ -157,7 +157,7 @@ class Rules:
                 expect(key not in self._cut, f"ticket {key[0]} is told to end twice")
                 self._cut.add(key)
                 node = self._world.nodes[source]
-                deadline = node.ledger._deadline(node.ledger._tickets[key[0]])
+                deadline = next(d for d, told in node.ledger._told_open.items() if key in told)
                 expect(self._holds_up(node, deadline), f"ticket {key[0]} is told to end and holds nothing up")
 
     def _holds_up(self, node: LedgerNode, deadline: int) -> bool:
