@@ -83,7 +83,7 @@ class Rules:
             if ticket.open:
                 self._finished_at.pop(ticket.number, None)
             else:
-                self._finished_at.setdefault(ticket.number, ledger.step)
+                self._finished_at.setdefault(ticket.number, self._world.step)
         before, self._outstanding[i] = self._outstanding[i], set(ledger._tickets)
         gone = before - self._outstanding[i]
         if gone:
