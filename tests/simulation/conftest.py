@@ -1,4 +1,4 @@
-"""Lets the tests of this folder `from ledger_world import World`."""
+"""Lets the tests of this folder `from worlds.world import World`."""
 
 import sys
 from pathlib import Path

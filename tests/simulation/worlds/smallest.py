@@ -54,7 +54,6 @@ QUICK = [
 
 ALL = [
     small(groups=2, staleness=2),
-    small(groups=3, steps=2, room=3),
     small(groups=3, staleness=2, steps=2, room=3),
     small(failures=1, hangs=1),
     small(steps=2, silences=1),
