@@ -64,8 +64,8 @@ class Decision(NamedTuple):
 def decide(standings: Sequence[Standing], spec: LedgerSpec) -> Decision:
     """The batch of the step that all standings name, and what the overdue policy does if there is none.
 
-    The policy strikes unfinished groups without which the step could go on: those due by this step, and those of later
-    deadlines that would be too many then. `wait` only has it said, once a whole batch of others is there. `cut` (and
+    The policy strikes unfinished groups without which the step could go on: those due by this step and, once a whole
+    batch is there, those of later deadlines that would be too many then. `wait` only has it said, once a whole batch of others is there. `cut` (and
     `drop` by sample) asks for them, and they make a later batch; `drop` and `mask` go on without them at once, so there
     must be a whole batch of others. At the end of the data, when only struck groups are left, nothing else is waited
     for.
@@ -77,7 +77,9 @@ def decide(standings: Sequence[Standing], spec: LedgerSpec) -> Decision:
         if in_time(finished - taken + unfinished, step, size):
             return Decision(_shares(taken, [s.finished for s in standings], step))
     taken = _earliest(finished, size)
-    struck = _overdue(finished - taken, unfinished, step, size)
+    # Without a whole batch only those due by this step hold it up; the earliest B are always a batch that is in time.
+    at_stake = unfinished if finished.total() >= size else Counter({d: n for d, n in unfinished.items() if d <= step})
+    struck = _overdue(finished - taken, at_stake, step, size)
     alone = struck == unfinished and not any(s.numbers for s in standings)
     shares = _shares(struck, [s.unfinished for s in standings], step) if struck else None
     if spec.overdue == "cut" or spec.by_sample:

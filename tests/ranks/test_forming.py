@@ -150,6 +150,12 @@ def test_cut_asks_for_the_groups_without_which_a_step_can_not_be_whole() -> None
     assert decide(due, spec(2)).struck is None
 
 
+def test_cut_asks_for_no_group_that_is_not_due_while_finished_ones_are_lacking() -> None:
+    """It would be handed back, granted again with the same deadline, and asked for again, for ever."""
+    assert decide(standings_of(5, 1, [], [(0, 6), (0, 6)], 1), spec(1, "cut")).struck is None
+    assert decide(standings_of(5, 1, [(0, 7)], [(0, 6), (0, 6)], 1), spec(1, "cut")).struck == [{6: 1}]
+
+
 def test_at_the_end_of_the_data_nothing_but_overdue_groups_is_waited_for() -> None:
     due = standings_of(5, 1, [(0, 6)], [(0, 5)], 0)
     assert decide(due, spec(4, "cut")).struck == [{5: 1}]

@@ -18,7 +18,7 @@ from math import ceil, floor
 from typing import TYPE_CHECKING
 
 from headrace.comm.messages import Ask, Cut, Forgotten, Grants, Message, Redirect
-from headrace.ranks.ledger import Ledger
+from headrace.ranks.node import LedgerNode, Phase
 from headrace.ranks.tickets import NO_VARIANCE, OVERDUE, FormedGroup, FormedStep
 from worlds.generators import PROMPT_TOKENS, Group
 from worlds.setup import expect
@@ -105,7 +105,10 @@ class Rules:
         self._told[i] = reasons
         expect(set(new) <= {OVERDUE, NO_VARIANCE}, f"dropped for {set(new)}")
         expect(not new[OVERDUE] or spec.overdue == "drop", f"dropped as overdue with {spec.overdue}")
-        step = self._world.nodes[i].ledger.step
+        node = self._world.nodes[i]
+        goes_on = node.phase is not Phase.FORMING or node.ledger.next_number is None
+        expect(not new[OVERDUE] or spec.by_sample or goes_on, "dropped as overdue though the step doesn't go on")
+        step = node.ledger.step
         self._filtered[step] += new[NO_VARIANCE]
         expect(self._filtered[step] <= spec.filtered_per_step, f"{self._filtered[step]} filtered in step {step}")
 
@@ -153,17 +156,24 @@ class Rules:
             for key in message.tickets:
                 expect(key not in self._cut, f"ticket {key[0]} is told to end twice")
                 self._cut.add(key)
-                text = f"ticket {key[0]} is told to end and holds nothing up"
-                expect(self._holds_up(self._world.nodes[source].ledger, key[0]), text)
+                node = self._world.nodes[source]
+                deadline = next(d for d, told in node.ledger._told_open.items() if key in told)
+                expect(self._holds_up(node, deadline), f"ticket {key[0]} is told to end and holds nothing up")
 
-    def _holds_up(self, ledger: Ledger, number: int) -> bool:
-        """Whether, once this step has taken its groups, too many others are due by some deadline not before that of the
-        ticket. Of several ledgers none knows that by itself."""
-        size, tickets = ledger.spec.groups_per_step, ledger._tickets
-        finished = sorted(ledger._deadline(t) for t in tickets.values() if not t.open)
-        others = finished[size:] + [ledger._deadline(t) for t in tickets.values() if t.open]
-        due = {d: sum(other <= d for other in others) for d in others if d >= ledger._deadline(tickets[number])}
-        return len(self._world.nodes) > 1 or any(count > (d - ledger.step) * size for d, count in due.items())
+    def _holds_up(self, node: LedgerNode, deadline: int) -> bool:
+        """Whether a ticket of this deadline held up the step in the last round: it is due by this step, which would be
+        whole with all that are due; or, once the step has taken its groups, all finished, too many others are due by
+        some deadline not before that."""
+        size, standings = node.spec.groups_per_step, node._watch.standings
+        step = standings[0].step
+        finished = sorted(d for s in standings for d, n in s.finished.items() for _ in range(n))
+        unfinished = [d for s in standings for d, n in s.unfinished.items() for _ in range(n)]
+        if len(finished) < size:
+            due = [d for d in unfinished if d <= step]
+            alone = due == unfinished and not any(s.numbers for s in standings)
+            return deadline <= step and (len(finished) + len(due) >= size or alone)
+        others = finished[size:] + unfinished
+        return any(sum(other <= d for other in others) > (d - step) * size for d in others if d >= deadline)
 
     def check_batch(self, formed: FormedStep, data: Data) -> None:
         """What the replicas are about to train, against the data that they have pulled."""
