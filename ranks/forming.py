@@ -65,10 +65,10 @@ def decide(standings: Sequence[Standing], spec: LedgerSpec) -> Decision:
     """The batch of the step that all standings name, and what the overdue policy does if there is none.
 
     The policy strikes unfinished groups without which the step could go on: those due by this step and, once a whole
-    batch is there, those of later deadlines that would be too many then. `wait` only has it said, once a whole batch of others is there. `cut` (and
-    `drop` by sample) asks for them, and they make a later batch; `drop` and `mask` go on without them at once, so there
-    must be a whole batch of others. At the end of the data, when only struck groups are left, nothing else is waited
-    for.
+    batch is there, those of later deadlines that would be too many then. `wait` only has it said, once a whole batch of
+    others is there. `cut` (and `drop` by sample) asks for them, and they make a later batch; `drop` and `mask` go on
+    without them at once, so there must be a whole batch of others. At the end of the data, when only struck groups are
+    left, nothing else is waited for.
     """
     size, step = spec.groups_per_step, standings[0].step
     finished, unfinished = _totals(standings)
