@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -31,6 +32,19 @@ def disk_errors(what: str, where: Path, remedy: str) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise HeadraceError(f"{what} can't be written: {reason} ({_free_space(where)}). {remedy}") from error
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk itself.
+
+    Raises:
+        OSError: as of `os.open` and `os.fsync`.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

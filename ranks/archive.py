@@ -40,6 +40,7 @@ import numpy as np
 import xxhash
 
 from headrace.comm.columns import Group, GroupKey, pack_groups, unpack_groups
+from headrace.comm.files import flush
 from headrace.comm.messages import Covered, Message
 from headrace.comm.trajectory import Trajectory
 from headrace.comm.transport import Buffer, Received
@@ -249,21 +250,13 @@ class ArchiveFiles:
             partial.unlink(missing_ok=True)
             raise
         if sync:
-            _sync(self._folder)
+            flush(self._folder)
         self._tickets[path] = {record.group.key[0] for record in records}
         return path
 
     def _delete(self, path: Path) -> None:
         path.unlink(missing_ok=True)
         del self._tickets[path]
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def settled_by(covered: Covered) -> Callable[[int], bool]:

@@ -11,7 +11,6 @@ A checkpoint counts only with a `COMPLETE` whose sizes match the files. Until th
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ import msgspec
 import xxhash
 
 from headrace.comm.errors import DataError, HeadraceError
-from headrace.comm.files import disk_errors
+from headrace.comm.files import disk_errors, flush
 
 MARKER = "COMPLETE"
 STATE_FILE = "trainer.json"
@@ -100,7 +99,7 @@ class CheckpointStore:
             marker = {path.name: _record(path) for path in sorted(writing.iterdir())}
             writing.rename(final)
         with _disk_errors(final):
-            _flush(self.folder)
+            flush(self.folder)
             _write_marker(final, marker)
         for old in self.steps()[: -self.keep]:
             _remove(self.path(old))
@@ -139,9 +138,9 @@ def _write_marker(checkpoint: Path, marker: Marker) -> None:
     """Under another name first, so that there is never half a marker."""
     draft = checkpoint / f"{MARKER}.writing"
     draft.write_bytes(msgspec.json.encode(marker))
-    _flush(draft)
+    flush(draft)
     draft.rename(checkpoint / MARKER)
-    _flush(checkpoint)
+    flush(checkpoint)
 
 
 def _remove(checkpoint: Path) -> None:
@@ -164,16 +163,8 @@ def _flush_folder(folder: Path) -> None:
     they are whole, and their writers flush them."""
     for path in folder.iterdir():
         if not path.name.startswith("."):
-            _flush(path)
-    _flush(folder)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            flush(path)
+    flush(folder)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from headrace.comm.files import flush
 from headrace.launcher.config import Config
 from headrace.launcher.doctor.findings import Finding, fail, ok, warn, worst
 
@@ -60,9 +61,9 @@ def check_file_system(folder: Path) -> Finding:
         (work / "a").write_text("new")
         (work / "b").write_text("old")
         began = time.monotonic()
-        _sync(work / "a")
+        flush(work / "a")
         os.replace(work / "a", work / "b")
-        _sync(work)
+        flush(work)
         took = time.monotonic() - began
         (work / "half").mkdir()
         (work / "half").rename(work / "whole")
@@ -124,14 +125,6 @@ def existing(folder: Path) -> Path:
     """The folder, or the nearest above it that exists."""
     absolute = folder.absolute()
     return next(path for path in (absolute, *absolute.parents) if path.is_dir())
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def cache_folders(environ: Mapping[str, str]) -> list[Path]:
