@@ -356,6 +356,11 @@ class EvalResult(Message, frozen=True):
     correct: float
     """Sum of the rewards."""
     total: int
+    """Number of the tasks."""
+    failed: int = 0
+    """Tasks whose reward failed; they count as 0."""
+    error: str = ""
+    """Of the last of them, in one line."""
 
 
 class Stop(Message, frozen=True):

@@ -22,7 +22,7 @@ from headrace.comm.weights import Publisher, Subscriber
 from headrace.ranks.archive import Archived, ArchiveWriter
 from headrace.ranks.config import JobConfig
 from headrace.ranks.courier import Courier
-from headrace.ranks.evaluation import EvaluationFile, evaluate_share
+from headrace.ranks.evaluation import EvaluationFile, Share, evaluate_share, summed_up
 from headrace.ranks.failed_groups import FailedGroups, failure_limit
 from headrace.ranks.generator import GeneratorDesk, GeneratorLoop
 from headrace.ranks.groups import Group
@@ -161,7 +161,7 @@ class GeneratorRank:
                 for trainer in rank.roles.trainers:
                     loop.post(trainer, Evaluating(scored, total))
 
-        def evaluate() -> tuple[float, int]:
+        def evaluate() -> Share:
             shares = len(rank.roles.generators)
             return evaluate_share(engine, tasks, scorer, params, rank.index, shares, limit, say_progress)
 
@@ -355,8 +355,13 @@ def _write_evaluation(rank: Rank, leader: LeaderDesk, file: EvaluationFile, labe
     results = leader.evaluations[label]
     if len(results) < len(rank.roles.generators):
         return
-    total = sum(result.total for result in results.values())
-    accuracy = sum(result.correct for result in results.values()) / total
+    share = summed_up(results.values())
+    accuracy = share.correct / share.total
     version = max(result.version for result in results.values())
-    file.write({"label": label, "version": version, "accuracy": accuracy, "tasks": total, "time": time.time()})
-    rank.say(f"evaluation {label} training (version {version}): accuracy {accuracy:.3f} on {total} held-out tasks")
+    line = {"label": label, "version": version, "accuracy": accuracy, "tasks": share.total, "failed": share.failed}
+    file.write(line | {"time": time.time()})
+    failed = f"; {share.failed} rewards failed and count as 0, one for {share.error}" if share.failed else ""
+    rank.say(
+        f"evaluation {label} training (version {version}): accuracy {accuracy:.3f} on {share.total} held-out tasks"
+        f"{failed}"
+    )

@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator
 from headrace.comm.errors import WaitLimitError
 from headrace.comm.messages import Bye, EvalResult, Stop
 from headrace.ranks.courier import Courier
+from headrace.ranks.evaluation import Share
 from headrace.ranks.generator import GeneratorDesk, GeneratorLoop
 from headrace.ranks.groups import Group
 from headrace.ranks.topology import RoleMap
 from headrace.ranks.trainer import LeaderDesk, TrainerDesk
 
-Evaluate = Callable[[], tuple[float, int]]
+Evaluate = Callable[[], Share]
 
 
 def until(

@@ -7,8 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from headrace.comm.errors import WaitLimitError
-from headrace.ranks.evaluation import EvaluationFile, evaluate_share
+from headrace.comm.errors import DataError, WaitLimitError
+from headrace.comm.messages import EvalResult
+from headrace.ranks.evaluation import LEAST, EvaluationFile, Share, evaluate_share, summed_up
 from headrace.rollout.engine import Chunk, SamplingParams
 from headrace.rollout.rewards import Scored
 from headrace.rollout.task import Task
@@ -47,13 +48,16 @@ class EchoEngine:
 class Scorer:
     """The answer as reward; `foreign` are rewards of training samples that come in between."""
 
-    def __init__(self, foreign=(), silent=False):
+    def __init__(self, foreign=(), silent=False, failing=("4",)):
         self.ready = [Scored(key, 100.0, 1, None, None) for key in foreign]
         self.silent = silent
+        self.failing = failing
 
     def submit(self, key, task, text):
-        failed = task.question == "4"
-        self.ready.append(Scored(key, None if failed else float(text), 1, "raised" if failed else None, None))
+        if task.question in self.failing:
+            self.ready.append(Scored(key, None, 3, "reward_raised", f"no verdict on {text}\nTraceback"))
+        else:
+            self.ready.append(Scored(key, float(text), 1))
 
     def poll(self):
         ready, self.ready = self.ready, []
@@ -68,17 +72,39 @@ def run(scorer, share, shares, limit=5.0):
     return result, progress
 
 
-def test_every_task_is_answered_by_one_share_and_a_failed_reward_counts_as_0():
-    (first, count), progress = run(Scorer(), 0, 2)
-    (second, other), _ = run(Scorer(), 1, 2)
-    assert (count, other) == (4, 3)
-    assert first + second == 0 + 1 + 2 + 3 + 5 + 6
+ERROR = "held-out task 4 (reward_raised): no verdict on 4"
+
+
+def test_every_task_is_answered_by_one_share_and_a_failed_reward_counts_as_0_and_is_told(capfd):
+    first, progress = run(Scorer(), 0, 2)
+    second, _ = run(Scorer(), 1, 2)
+    assert first == Share(0 + 2 + 6, 4, 1, ERROR)
+    assert second == Share(1 + 3 + 5, 3, 0, "")
     assert progress[-1] == (4, 4)
+    assert capfd.readouterr().err == f"evaluation: no reward for {ERROR}\nTraceback\n"
+    assert summed_up([EvalResult("after", 5, *first), EvalResult("after", 5, *second)]) == Share(17, 7, 1, ERROR)
+
+
+def test_an_evaluation_without_any_reward_ends_the_run():
+    every = Scorer(failing=[task.question for task in Tasks.held_out])
+    share, _ = run(every, 0, 1)
+    assert share.failed == share.total == 7
+    with pytest.raises(DataError, match=r"any of the 7 held-out tasks .*; the last, held-out task 0 \(reward"):
+        summed_up([EvalResult("before", 0, *share)])
+
+
+def test_it_does_not_wait_for_all_of_many_rewards_that_fail(monkeypatch):
+    monkeypatch.setattr(Tasks, "held_out", [Task(question=str(index)) for index in range(100)])
+    scorer = Scorer(failing=list(map(str, range(100))))
+    with pytest.raises(DataError, match=rf"the first {LEAST} held-out tasks .*: no verdict on {100 - LEAST}\. "):
+        run(scorer, 0, 1)
+    share, _ = run(Scorer(failing=list(map(str, range(93)))), 0, 1)
+    assert share.failed == 93, "some came, so all are waited for"
 
 
 def test_rewards_of_training_samples_do_not_count():
-    (total, count), _ = run(Scorer(foreign=[(0, 0, 0), ("eval", 99)]), 0, 1)
-    assert (total, count) == (17.0, 7)
+    share, _ = run(Scorer(foreign=[(0, 0, 0), ("eval", 99)]), 0, 1)
+    assert share == Share(17.0, 7, 1, ERROR)
 
 
 def test_an_evaluation_that_stands_still_ends():
