@@ -150,7 +150,7 @@ class LedgerConfig(Section):
     reissue_after_s: float = Field(60.0, gt=0)
     """A generator that has said nothing for so long is taken for lost, in seconds: its tickets are granted to others.
     Should it return, it goes on, and what it finishes meanwhile counts where it still can. After
-    `run.silence_limit_s` the job ends."""
+    `run.silence_limit_s` the job ends. At least 3 times `run.heartbeat_s`."""
 
     @model_validator(mode="after")
     def _policies_fit(self) -> Self:
@@ -207,6 +207,16 @@ class JobConfig(Section):
     def goes_on_within_groups(self) -> bool:
         """A resumed run goes on in the middle of groups. Equal bits need whole ones; so does one version per sample."""
         return self.checkpoint.archive and not self.run.deterministic and self.rollout.partial
+
+    @model_validator(mode="after")
+    def _loss_is_later_than_some_heartbeats(self) -> Self:
+        if self.ledger.reissue_after_s < 3 * self.run.heartbeat_s:
+            raise ValueError(
+                f"ledger.reissue_after_s ({self.ledger.reissue_after_s:g}) must be at least 3 times run.heartbeat_s "
+                f"({self.run.heartbeat_s:g}): else a generator that is well is taken for lost between two heartbeats, "
+                "and what it makes is granted again"
+            )
+        return self
 
     @model_validator(mode="after")
     def _filter_can_compare_and_replace(self) -> Self:

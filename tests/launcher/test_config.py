@@ -127,6 +127,8 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
         ("rollout.group_size=1", "`rollout.group_size` must be ≥ 2"),
         ("rollout.temperature=0", "`rollout.temperature` must be > 0"),
         ("rollout.max_tokens=64", "leave no room for a prompt"),
+        ("run.heartbeat_s=30", "ledger.reissue_after_s (60) must be at least 3 times run.heartbeat_s (30): else"),
+        ("ledger.reissue_after_s=2", "ledger.reissue_after_s (2) must be at least 3 times run.heartbeat_s (1): else"),
     ],
 )
 def test_sections_are_checked_against_each_other(tmp_path: Path, override: str, expected: str) -> None:
