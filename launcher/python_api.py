@@ -16,7 +16,7 @@ from headrace.launcher.crew import with_ranks
 from headrace.launcher.profile import Profile, load_profile
 from headrace.launcher.queue import has_slurm
 from headrace.launcher.record import record_job
-from headrace.launcher.runfolder import write_text, writing
+from headrace.launcher.runfolder import claim, write_text, writing
 from headrace.launcher.start import check_inputs
 from headrace.launcher.submit import Wish, directives, prepare, read_tree, with_folder
 
@@ -105,7 +105,7 @@ def prepare_run(
             "submit_job, or launch.starter=here."
         )
     check_inputs(loaded)
-    return _written(loaded)
+    return _written(loaded, fresh)
 
 
 def require_submitit() -> None:
@@ -149,9 +149,11 @@ def _profile(slurm: SlurmOptions, timeout_min: int | None) -> Profile:
     return profile if timeout_min is None else profile.model_copy(update={"time": str(timeout_min)})
 
 
-def _written(config: Config) -> Run:
+def _written(config: Config, fresh: bool) -> Run:
     from headrace.launcher.submitit_run import Run
 
+    if fresh:
+        claim(config.run.folder)
     write_text(config.run.folder, "config.yaml", dump(config))
     return Run(config.run.folder.absolute())
 
@@ -174,7 +176,7 @@ def _send_to_slurm(wish: Wish, profile: Profile) -> RunJob:
         raise ConfigError('executor="slurm": there is no Slurm here (no squeue on PATH). Use executor="mpirun".')
     submission = prepare(wish, profile)
     (config,) = submission.configs
-    run = _written(config)
+    run = _written(config, wish.fresh)
     options = directives(submission.configs, submission.folder, wish, profile)
     job = send(run, run.folder / FILES, options, profile)
     with writing(run.folder):

@@ -90,13 +90,42 @@ class Attempt:
 def fresh_config(config: Config) -> Config:
     """The config with a run folder that doesn't exist yet: NAME, else NAME-2, NAME-3, …"""
     folder, number = config.run.folder, 1
-    while folder.exists():
+    while os.path.lexists(folder):
         number += 1
         folder = config.run.folder.with_name(f"{config.run.folder.name}-{number}")
     if number == 1:
         return config
     changed = {"dir": folder} if config.run.dir is not None else {"name": f"{config.run.name}-{number}"}
     return config.model_copy(update={"run": config.run.model_copy(update=changed)})
+
+
+def claim_fresh(config: Config) -> Config:
+    """`fresh_config` with the folder made: of several that begin at one moment, each gets another."""
+    chosen = fresh_config(config)
+    while not _make(chosen.run.folder):
+        chosen = fresh_config(config)
+    return chosen
+
+
+def claim(run: Path) -> None:
+    """Make the folder of `fresh_config`.
+
+    Raises:
+        ConfigError: another process has made it meanwhile.
+    """
+    if not _make(run):
+        raise ConfigError(f"Another run has just begun in {run}, which was free before. Submit this one once more.")
+
+
+def _make(run: Path) -> bool:
+    """False if something is there already."""
+    with writing(run):
+        run.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            run.mkdir()
+        except FileExistsError:
+            return False
+    return True
 
 
 def check_new(config: Config) -> None:

@@ -16,7 +16,7 @@ from headrace.launcher.crew import Crew
 from headrace.launcher.metrics import read_rows
 from headrace.launcher.record import Ended, record_end
 from headrace.launcher.run import STOPPED
-from headrace.launcher.runfolder import check_new, check_resume, fresh_config, held, steps_done
+from headrace.launcher.runfolder import check_new, check_resume, claim_fresh, held, steps_done
 from headrace.launcher.stop import Stopped, StopRequest
 from headrace.launcher.supervise import begin, draw, supervise, told_stop
 from headrace.launcher.view import PlainView, ticking
@@ -45,16 +45,16 @@ def run_until(
                 print("Set run.steps higher to go on with it.")
                 return 0
             crew = Crew(config.launch, os.environ)
-            config = _prepare(config, resume, fresh, check_data_of_ranks, stack)
+            config = prepare(config, resume, fresh, check_data_of_ranks, stack)
             return supervise(config, crew, stop, program)
         except Stopped:
-            return _stopped_early(config, stop)
+            return _stopped_early(stop, 0 if fresh else steps_done(config.run.folder))
 
 
-def _stopped_early(config: Config, stop: StopRequest) -> int:
+def _stopped_early(stop: StopRequest, done: int) -> int:
     assert stop.signum is not None
     status = 128 + stop.signum
-    print(f"headrace: {told_stop(status, steps_done(config.run.folder))}", file=sys.stderr)
+    print(f"headrace: {told_stop(status, done)}", file=sys.stderr)
     return status
 
 
@@ -64,7 +64,7 @@ def debug_job(config: Config, resume: bool, fresh: bool) -> int:
 
     sys.path.insert(0, os.getcwd())  # as in ranks, which `python -m` starts
     with ExitStack() as stack:
-        config, attempt, done = begin(_prepare(config, resume, fresh, check_data_here, stack))
+        config, attempt, done = begin(prepare(config, resume, fresh, check_data_here, stack))
         view = stack.enter_context(PlainView(attempt.run, config.run.steps, done))
         stack.enter_context(ticking(view))
         view.line(f"run folder {attempt.run}, both roles in this process")
@@ -99,7 +99,7 @@ def is_finished(config: Config) -> bool:
     return steps_done(config.run.folder) == steps and (not config.eval.tasks or steps in evaluated)
 
 
-def _prepare(
+def prepare(
     config: Config, resume: bool, fresh: bool, check_data: Callable[[Config], None], stack: ExitStack
 ) -> Config:
     """Everything before the first attempt: inputs checked, run folder chosen and held by `stack`. Returns the config
@@ -107,14 +107,15 @@ def _prepare(
     if resume and fresh:
         raise ConfigError("--resume goes on with a run, --fresh begins another one: give one of them.")
     check_inputs(config)
-    config = fresh_config(config) if fresh else config
-    changes = []
-    if resume:
-        changes = check_resume(config)
-    else:
-        check_new(config)
+    check_folder = _check_none if fresh else check_resume if resume else check_new
+    check_folder(config)  # at once, since the data may take long
     check_data(config)
+    config = claim_fresh(config) if fresh else config
     stack.enter_context(held(config.run.folder))
-    for change in changes:
+    for change in check_folder(config) or ():  # again: until now another job may have run there
         print(f"changed since the last attempt: {change}")
     return config
+
+
+def _check_none(config: Config) -> None:
+    """What `--fresh` takes is new."""

@@ -29,7 +29,7 @@ from headrace.launcher.environment import clean
 from headrace.launcher.profile import SBATCH, Profile
 from headrace.launcher.queue import ask, queued
 from headrace.launcher.record import job_of, record_job
-from headrace.launcher.runfolder import check_new, check_resume, fresh_config, is_barren, write_text, writing
+from headrace.launcher.runfolder import check_new, check_resume, claim, fresh_config, is_barren, write_text, writing
 from headrace.launcher.start import check_inputs
 
 TEMPLATE = "job.sbatch.j2"
@@ -66,14 +66,22 @@ class Submission:
     folder: Path
     """Where script and output of the job go: the run folder, or that of the sweep."""
     script: str
+    fresh: bool
+    """The run folders are to be new."""
 
     @property
     def file(self) -> Path:
         return self.folder / SCRIPT
 
     def write(self) -> None:
-        """Write the script, and each run's config into its folder."""
+        """Write the script, and each run's config into its folder.
+
+        Raises:
+            HeadraceError: it can't be written, or another run has taken a folder that was to be new.
+        """
         for config in self.configs:
+            if self.fresh:
+                claim(config.run.folder)
             write_text(config.run.folder, "config.yaml", dump(config))
         write_text(self.folder, SCRIPT, self.script)
 
@@ -113,7 +121,7 @@ def prepare(wish: Wish, profile: Profile) -> Submission:
         check_inputs(config)
     single = len(configs) == 1
     folder = first.run.folder if single else Path("runs") / f"{_name(wish, profile)}.sweep"
-    return Submission(configs, folder, render(configs, folder, wish, profile))
+    return Submission(configs, folder, render(configs, folder, wish, profile), wish.fresh)
 
 
 def with_folder(config: Config, resume: bool, fresh: bool) -> Config:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from headrace.launcher.runfolder import (
     check_new,
     check_resume,
     checkpoints,
+    claim,
+    claim_fresh,
     flatten,
     fresh_config,
     held,
@@ -56,6 +59,23 @@ def test_fresh_takes_the_next_free_name() -> None:
     Path("runs/x-2").mkdir()
     assert fresh_config(config()).run.folder == Path("runs/x-3")
     assert fresh_config(config(dir="runs/x")).run.folder == Path("runs/x-3")
+
+
+def test_fresh_runs_of_one_moment_take_different_folders() -> None:
+    Path("runs").mkdir()
+    Path("runs/x").symlink_to("nowhere")
+    with ThreadPoolExecutor() as pool:
+        claimed = list(pool.map(lambda _: claim_fresh(config()).run.folder, range(20)))
+    assert set(claimed) == {Path(f"runs/x-{number}") for number in range(2, 22)}
+    assert all(folder.is_dir() for folder in claimed)
+    with pytest.raises(ConfigError, match=r"Another run has just begun in runs/x-2, .*Submit this one once more"):
+        claim(Path("runs/x-2"))
+
+
+def test_a_place_that_cannot_be_written_is_told() -> None:
+    Path("runs").write_text("in the way")
+    with pytest.raises(HeadraceError, match=r"The run folder runs/x can't be written: File exists"):
+        claim_fresh(config())
 
 
 def test_an_empty_folder_may_be_used() -> None:

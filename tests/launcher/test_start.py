@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from headrace.comm.errors import ConfigError
 from headrace.launcher.config import Config, validate
-from headrace.launcher.start import is_finished
+from headrace.launcher.runfolder import begin_attempt
+from headrace.launcher.start import is_finished, prepare
 from headrace.launcher.supervise import crowded
 from headrace.train.checkpoint import CheckpointStore
 
@@ -47,3 +50,14 @@ def test_a_run_is_finished_when_its_last_version_is_evaluated(
         line = {"label": evaluated[0], "version": evaluated[1], "accuracy": 0.5}
         (tmp_path / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
     assert is_finished(config(tmp_path, steps, tasks)) == finished
+
+
+def test_a_run_that_another_job_has_made_meanwhile_is_not_gone_on_with(tmp_path: Path) -> None:
+    mine = config(tmp_path / "run", 60, 0)
+
+    def another_job_comes_and_goes(_: Config) -> None:
+        folder = begin_attempt(mine).run
+        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    with ExitStack() as stack, pytest.raises(ConfigError, match="exists already"):
+        prepare(mine, False, False, another_job_comes_and_goes, stack)
