@@ -14,10 +14,8 @@ own name doesn't resolve works.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from headrace.comm.devices import new_process_group
 from headrace.comm.errors import HeadraceError, PeerLostError, WaitLimitError
+from headrace.comm.network import interfaces, outer_addresses
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -140,20 +139,6 @@ def init_replica_group(
     )
 
 
-def interfaces() -> dict[str, str]:
-    """Name → IPv4 address of this host's network interfaces that have one."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(sock, 0x8915, request)  # SIOCGIFADDR
-            except OSError:  # it has no IPv4 address
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
-
-
 def interface_of(address: str) -> str:
     """Name of the interface that has this address.
 
@@ -210,7 +195,7 @@ def _reachable_address(meeting: _Meeting, hosts: Sequence[str]) -> str:
         if meeting.is_root:
             probe.bind(("", 0))
             probe.listen(socket.SOMAXCONN)
-            offer = " ".join([str(probe.getsockname()[1]), *_candidates()])
+            offer = " ".join([str(probe.getsockname()[1]), *outer_addresses()])
         port, *candidates = meeting.share_text(offer, ADDRESSES).split()
         reached = np.array([_can_connect(address, int(port)) for address in candidates], np.uint8)
         all_reached = meeting.all_agree(reached, REACHED)
@@ -221,10 +206,6 @@ def _reachable_address(meeting: _Meeting, hosts: Sequence[str]) -> str:
         f"The hosts {sorted(set(hosts))} have no network in common: of the addresses {candidates} of "
         f"{hosts[meeting.root]}, none can be reached by every rank. Check firewalls and interfaces of the nodes."
     )
-
-
-def _candidates() -> list[str]:
-    return [address for address in interfaces().values() if not address.startswith("127.")]
 
 
 def _can_connect(address: str, port: int) -> bool:

@@ -76,7 +76,7 @@ def first_failure(
     those that were killed.
 
     Args:
-        deaths: the ranks in the order in which they ended; none where they ran on several hosts.
+        deaths: the ranks in the order in which they ended, as far as it is known.
         told: the ends of ranks that srun has reported.
         output: the last lines of mpirun.
         mpirun_signal: the signal that ended mpirun itself, if one did.
@@ -97,7 +97,7 @@ def first_failure(
     if rank in errors:
         accident = node or rank not in own_errors(attempt)
         return Failure(rank, f"Rank {rank} failed: {_text(errors[rank])}", (), log, accident)
-    cause = _sudden_end(_name(rank, told), status)
+    cause = _sudden_end(_name(rank, deaths, told), status)
     if shutil.disk_usage(attempt.run).free < FULL_BYTES:
         cause += (
             f" The disk of {attempt.run} is full, so it couldn't write down why: free some space, then go on by "
@@ -128,12 +128,13 @@ def own_errors(attempt: Attempt) -> list[int]:
     return [rank for rank in _errors(attempt) if not (attempt.folder / f"lost_{rank:03d}").exists()]
 
 
-def _name(rank: int, told: Sequence[Report]) -> str:
-    """Where srun reports several ranks of a node at once, any of them may have been the first."""
+def _name(rank: int, deaths: Sequence[int], told: Sequence[Report]) -> str:
+    """Where only srun tells, and of several ranks of a node at once, any of them may have been the first."""
     report = next((report for report in told if rank in report.ranks), None)
     if report is None:
         return f"Rank {rank}"
-    return f"Rank {' or '.join(map(str, report.ranks))} (on {report.node})"
+    first = [rank] if rank in deaths else report.ranks
+    return f"Rank {' or '.join(map(str, first))} (on {report.node})"
 
 
 def _text(file: Path) -> str:

@@ -1,10 +1,9 @@
-"""The processes of a job: found by a mark in their environment, ended by pid, watched for the first that dies."""
+"""The processes of a job: found by a mark in their environment, ended by pid."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import time
 from collections.abc import Iterator
@@ -39,44 +38,3 @@ def _environ(pid: int) -> list[bytes]:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return []
-
-
-class DeathWatch:
-    """Tells in which order the ranks of an attempt ended.
-
-    mpirun ends the others within a millisecond, so looking at them one after the other would come too late, and MPICH's
-    own words name any of the dead. Every rank holds a FIFO open; the kernel closes it while the process dies, before
-    mpirun's connection to it, so before anybody else can know. One epoll object keeps the order of these events.
-    """
-
-    def __init__(self, folder: Path, ranks: int) -> None:
-        """Make the FIFOs `rank_NNN.alive`; before the ranks start."""
-        self.deaths: list[int] = []
-        """Ranks, first dead first."""
-        self._fifos = [folder / f"rank_{rank:03d}.alive" for rank in range(ranks)]
-        self._epoll = select.epoll()
-        self._ranks: dict[int, int] = {}
-        """Rank by file descriptor."""
-        for rank, path in enumerate(self._fifos):
-            os.mkfifo(path)
-            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-            self._ranks[fd] = rank
-            self._epoll.register(fd, 0)  # hang-ups are always told; there is none before a writer has come
-
-    def fileno(self) -> int:
-        """Readable when a rank has died."""
-        return self._epoll.fileno()
-
-    def poll(self) -> None:
-        """Take in deaths."""
-        for fd, _ in self._epoll.poll(0, max(1, len(self._ranks))):
-            self._epoll.unregister(fd)
-            os.close(fd)
-            self.deaths.append(self._ranks.pop(fd))
-
-    def close(self) -> None:
-        for path in self._fifos:
-            path.unlink(missing_ok=True)
-        for fd in self._ranks:
-            os.close(fd)
-        self._epoll.close()

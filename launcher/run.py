@@ -2,7 +2,7 @@
 
     headrace run ──start──▶ mpirun ──start──▶ rank 0 … N-1       (or srun, see `headrace.launcher.starter`)
          │ ◀── stdout, stderr, line by line ─────┘ │
-         │ ◀── rank_NNN.alive, error_NNN.txt ──────┘
+         │ ◀── lifelines, error_NNN.txt ───────────┘
          │
          ├── Ctrl-C, SIGTERM, SIGHUP, SIGUSR2: the first asks the ranks (through mpirun) to write a checkpoint and
          │   leave; the second, or `launch.stop_within_s`, kills them
@@ -31,9 +31,9 @@ from typing import IO
 from headrace.comm.errors import HeadraceError
 from headrace.launcher.environment import rank_environment
 from headrace.launcher.failure import LAST_LINES, Failure, first_failure, own_errors
-from headrace.launcher.processes import DeathWatch
+from headrace.launcher.lifelines import Connections, Fifos, Lifelines
 from headrace.launcher.runfolder import Attempt, writing
-from headrace.launcher.srun_output import NOISE, Report, is_garbled, reports
+from headrace.launcher.srun_output import NOISE, Report, in_order, is_garbled, reports
 from headrace.launcher.starter import Starter
 from headrace.launcher.stop import StopRequest
 
@@ -128,7 +128,7 @@ class Job:
     def run(self) -> Outcome:
         """Start the ranks and wait for their end."""
         with writing(self.attempt.run):
-            watch = DeathWatch(self.attempt.folder, self.order.ranks if self.order.starter.one_host else 0)
+            watch = (Fifos if self.order.starter.one_host else Connections)(self.attempt.folder, self.order.ranks)
         process = self._start()
         self._start_limit = time.monotonic() + self.order.start_within_s
         assert process.stdout is not None
@@ -160,7 +160,7 @@ class Job:
         except OSError as error:
             raise HeadraceError(f"{order.starter.program} can't be started: {error.strerror}.") from error
 
-    def _loop(self, process: subprocess.Popen[bytes], pipe: IO[bytes], log: IO[bytes], watch: DeathWatch) -> None:
+    def _loop(self, process: subprocess.Popen[bytes], pipe: IO[bytes], log: IO[bytes], watch: Lifelines) -> None:
         os.set_blocking(pipe.fileno(), False)
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, selectors.EVENT_READ)
@@ -227,8 +227,8 @@ class Job:
     def _has_errors(self) -> bool:
         return any(self.attempt.folder.glob("error_*.txt"))
 
-    def _outcome(self, returncode: int, watch: DeathWatch) -> Outcome:
-        told = self._reports()
+    def _outcome(self, returncode: int, watch: Lifelines) -> Outcome:
+        told = in_order(self._reports(), watch.deaths)
         if own_errors(self.attempt):  # their ranks end by a status, and others are killed for it
             told = [report for report in told if report.status < 128] or told
         status = exit_status(returncode, self.tail, told)

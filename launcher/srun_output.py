@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 REPORT = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (?:Exited with exit code (\d+)|(.+))$")
@@ -43,6 +43,12 @@ def reports(output: Iterable[str]) -> Iterator[Report]:
     for match in filter(None, map(REPORT.match, output)):
         node, ranks, code, words = match.groups()
         yield Report(node, tuple(_ranks(ranks)), int(code) if code else _status_of(words))
+
+
+def in_order(told: Iterable[Report], deaths: Sequence[int]) -> list[Report]:
+    """Sorted by the first death of each: srun hears of ends in any order. `deaths`: ranks, first dead first."""
+    place = {rank: index for index, rank in enumerate(deaths)}
+    return sorted(told, key=lambda report: min(place.get(rank, len(deaths)) for rank in report.ranks))
 
 
 def lost_a_node(output: Iterable[str]) -> bool:

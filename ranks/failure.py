@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from headrace.comm.errors import HeadraceError, PeerLostError, WaitLimitError
+from headrace.ranks.lifeline import hold
 
 LAUNCHER = "launcher.json"
 """What a launcher leaves in the folder of its attempt before it starts the ranks."""
@@ -38,13 +39,10 @@ def open_log(folder: Path, rank: int) -> TextIO:
 
 
 def announce(folder: Path, rank: int) -> bool:
-    """Leave the process id, and open the launcher's FIFO if there is one: it sees by its end when this process dies.
-    Returns whether a launcher is there."""
+    """Leave the process id, and take hold of the launcher's lifeline. Returns whether a launcher is there."""
     (folder / f"rank_{rank:03d}.pid").write_text(f"{os.getpid()}\n", encoding="utf-8")
-    alive = folder / f"rank_{rank:03d}.alive"
-    if alive.is_fifo():
-        os.open(alive, os.O_RDWR)  # kept until the process ends; for reading too, so that it never blocks
-    return alive.is_fifo() or (folder / LAUNCHER).is_file()
+    hold(folder, rank)
+    return (folder / f"rank_{rank:03d}.alive").is_fifo() or (folder / LAUNCHER).is_file()
 
 
 class Failure:

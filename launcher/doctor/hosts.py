@@ -66,7 +66,7 @@ def look() -> Facts:
     from mpi4py import MPI
 
     from headrace.comm.devices import detect
-    from headrace.comm.groups import interfaces
+    from headrace.comm.network import interfaces
 
     device = detect()
     return Facts(

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from headrace.comm import groups
 from headrace.comm.errors import HeadraceError, PeerLostError, WaitLimitError
+from headrace.comm.network import interfaces, outer_addresses
 
 
 class Request:
@@ -56,12 +57,12 @@ def meeting(comm: LoneComm) -> groups._Meeting:
 
 
 def test_the_first_address_that_all_ranks_reach_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_candidates", lambda: ["127.0.0.5", "127.0.0.6", "127.0.0.7"])
+    monkeypatch.setattr(groups, "outer_addresses", lambda: ["127.0.0.5", "127.0.0.6", "127.0.0.7"])
     assert groups._reachable_address(meeting(LoneComm([0, 1, 1])), ["a", "b"]) == "127.0.0.6"
 
 
 def test_hosts_without_a_common_network_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_candidates", lambda: ["127.0.0.5"])
+    monkeypatch.setattr(groups, "outer_addresses", lambda: ["127.0.0.5"])
     with pytest.raises(HeadraceError, match=r"\['a', 'b'\] have no network in common: .*127\.0\.0\.5.* of a"):
         groups._reachable_address(meeting(LoneComm([0])), ["a", "b"])
 
@@ -79,7 +80,7 @@ def test_hosts_without_a_common_network_are_named(monkeypatch: pytest.MonkeyPatc
 def test_a_rank_that_does_not_arrive_at_a_stage_of_the_start_up_is_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch, hosts: list[str], stages: int, words: str
 ) -> None:
-    monkeypatch.setattr(groups, "_candidates", lambda: ["127.0.0.5"])
+    monkeypatch.setattr(groups, "outer_addresses", lambda: ["127.0.0.5"])
     with pytest.raises(WaitLimitError, match=rf"rank 0 waited 0\.05 s .*{words}: a rank hasn't arrived there"):
         groups.share_store(LoneComm([1], stages), hosts, timeout_s=0.05)  # type: ignore[arg-type]
 
@@ -93,8 +94,8 @@ def test_a_store_that_cannot_be_reached_is_named() -> None:
 
 
 def test_loopback_is_no_candidate_across_hosts() -> None:
-    assert "127.0.0.1" in groups.interfaces().values()
-    assert not any(address.startswith("127.") for address in groups._candidates())
+    assert "127.0.0.1" in interfaces().values()
+    assert not any(address.startswith("127.") for address in outer_addresses())
 
 
 def test_a_closed_port_cant_be_connected_to() -> None:

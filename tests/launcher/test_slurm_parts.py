@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from headrace.comm.errors import ConfigError
 from headrace.launcher.allocation import expand, find_allocation, parse_devices, place, ranks_per_node
+from headrace.launcher.failure import first_failure
 from headrace.launcher.profile import SBATCH, Profile, load_profile
 from headrace.launcher.run import exit_status
-from headrace.launcher.srun_output import lost_a_node, reports
+from headrace.launcher.runfolder import Attempt
+from headrace.launcher.srun_output import in_order, lost_a_node, reports
 from headrace.launcher.stop import Stopped, StopRequest
 from headrace.launcher.submit import Wish, prepare, sbatch_environment
 
@@ -78,6 +80,19 @@ def test_the_first_end_that_srun_reports_gives_ranks_and_status() -> None:
     assert exit_status(0, output, told) == 0
     assert lost_a_node(["srun: error: Node failure on node3"])
     assert not lost_a_node(output)
+
+
+def test_the_end_that_the_launcher_saw_first_counts_before_the_one_that_srun_tells_first(tmp_path: Path) -> None:
+    output = ["srun: error: node1: tasks 0-1: Killed", "srun: error: node3: tasks 4-5: Segmentation fault"]
+    told = in_order(reports(output), [5, 0, 4])
+    assert [report.node for report in told] == ["node3", "node1"]
+    assert exit_status(137, output, told) == 139
+    attempt = Attempt(tmp_path, 1)
+    assert first_failure(attempt, 139, [5, 0, 4], told, output).cause.startswith(
+        "Rank 5 (on node3) was ended by signal"
+    )
+    told = in_order(reports(output), [])
+    assert first_failure(attempt, 137, [], told, output).cause.startswith("Rank 0 or 1 (on node1) was ended")
 
 
 @pytest.mark.parametrize(("code", "status"), [(9, 137), (11, 139), (1, 1), (75, 75)])
