@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,14 +127,28 @@ class Profile(Section):
         return keys | (_contain(self.container) if self.container else {})
 
     def variables(self) -> dict[str, str]:
-        """What the job script exports, as bash between double quotes."""
+        """What a job script exports; values may hold variables of the shell."""
         caches = {name: f"{self.scratch}/headrace-$USER/{folder}" for name, folder in CACHES.items()}
         named = dict.fromkeys(INTERFACES, self.interface) if self.interface else {}
         return (caches if self.scratch else {}) | named | self.environment
 
     def lines(self) -> list[str]:
-        """What the job script does before it starts the launcher."""
-        return [f"module load {module}" for module in self.modules] + self.setup
+        """What a job script does before it starts anything, as bash."""
+        exports = [f"export {name}={double_quote(value)}" for name, value in self.variables().items()]
+        return [f"module load {module}" for module in self.modules] + self.setup + exports
+
+    def directives(self) -> Iterator[str]:
+        """Options of sbatch that say where a job runs; they come last, since the site's own are among them."""
+        options = {"partition": self.partition, "account": self.account, "gres": self.gres, "mem": self.mem}
+        yield from (f"--{name}={value}" for name, value in options.items() if value is not None)
+        if self.exclusive:
+            yield "--exclusive"
+        yield from self.options
+
+
+def double_quote(value: str) -> str:
+    """For bash, with variables left in."""
+    return '"' + re.sub(r'(["`\\])', r"\\\1", value) + '"'
 
 
 def _contain(container: ContainerConfig) -> dict[str, Any]:

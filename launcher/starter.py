@@ -22,8 +22,9 @@ from headrace.launcher.config import LaunchConfig
 from headrace.launcher.mpi import Family, MpiInstallation
 from headrace.launcher.processes import kill_job
 
-PMI: dict[Family, str] = {"openmpi": "pmix", "mpich": "pmi2"}
-"""The process management interface that each family's library speaks under srun."""
+PMI: dict[Family, tuple[str, ...]] = {"openmpi": ("pmix",), "mpich": ("pmi2", "cray_shasta")}
+"""The process management interfaces that each family's library speaks under srun, the usual one first. Under any other
+every process would be a world of its own."""
 
 TEARDOWN_S = 60
 """When the first rank has left, the others have so long to leave, too."""
@@ -150,23 +151,8 @@ class Srun(InJob):
         return f"srun ({mpi}) on {len(self.nodes)} nodes of job {self.allocation.job}"
 
     def command(self, ranks: int, job: str) -> list[str]:
-        """Everything is said explicitly: srun takes what is left out from variables, which may be those of another
-        job, and since Slurm 22.05 it doesn't take `--cpus-per-task` from sbatch."""
-        return [
-            str(self.program),
-            f"--job-name={job}",
-            f"--mpi={self.pmi}",
-            f"--ntasks={ranks}",
-            *self._placed(ranks),
-            f"--cpus-per-task={self.cpus_per_rank}",
-            "--mem=0",
-            "--overlap",  # a step that had ranks on a lost node may never be over for Slurm
-            "--export=ALL",
-            "--kill-on-bad-exit=1",
-            f"--wait={TEARDOWN_S}",
-            "--unbuffered",
-            *self.options,
-        ]
+        options = step_options(ranks, self.pmi, self.cpus_per_rank, self.options)
+        return [str(self.program), f"--job-name={job}", *self._placed(ranks), *options]
 
     def _placed(self, ranks: int) -> list[str]:
         """One node filled after the other. Where the numbers differ, srun wants the node of every rank."""
@@ -175,6 +161,25 @@ class Srun(InJob):
             return ["--distribution=arbitrary", f"--nodelist={','.join(place(ranks, self.nodes))}"]
         nodes = f"--nodelist={','.join(self.nodes[: len(counts)])}"
         return [f"--nodes={len(counts)}", f"--ntasks-per-node={counts[0]}", "--distribution=block", nodes]
+
+
+def step_options(ranks: int, pmi: str, cpus_per_rank: int, site: Sequence[str]) -> list[str]:
+    """Of srun, for a step of ranks, wherever they are placed; those of the site come last.
+
+    Everything is said explicitly: srun takes what is left out from variables, which may be those of another job, and
+    since Slurm 22.05 it doesn't take `--cpus-per-task` from sbatch."""
+    return [
+        f"--mpi={pmi}",
+        f"--ntasks={ranks}",
+        f"--cpus-per-task={cpus_per_rank}",
+        "--mem=0",
+        "--overlap",  # a step that had ranks on a lost node may never be over for Slurm
+        "--export=ALL",
+        "--kill-on-bad-exit=1",
+        f"--wait={TEARDOWN_S}",
+        "--unbuffered",
+        *site,
+    ]
 
 
 def srun_starter(
@@ -196,7 +201,7 @@ def srun_starter(
         allocation=allocation,
         nodes=nodes,
         program=Path(found),
-        pmi=launch.pmi or PMI[installation.family],
+        pmi=launch.pmi or PMI[installation.family][0],
         cpus_per_rank=launch.cpus_per_rank,
         options=launch.srun_options,
     )

@@ -94,15 +94,11 @@ class Submission:
         Raises:
             HeadraceError: Slurm refuses it, with its words.
         """
-        code, output, error = ask(["sbatch", "--parsable", str(self.file)], sbatch_environment(os.environ))
-        if code:
-            told = " ".join(error.split()).removeprefix("sbatch: error: ")
-            raise HeadraceError(f"Slurm doesn't take the job: {told} The script is {self.file}.")
-        job = output.split(";")[0]
+        job = send(self.file, f"The script is {self.file}.")
         if len(self.configs) == 1:
             with writing(self.folder):
-                record_job(self.folder, int(job))
-        return job
+                record_job(self.folder, job)
+        return str(job)
 
     def logs(self, job: str) -> Path:
         """What the job prints, for a job id."""
@@ -188,21 +184,14 @@ def render(configs: Sequence[Config], folder: Path, wish: Wish, profile: Profile
         loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True, autoescape=False
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
-    environment.filters["double_quote"] = double_quote
     return environment.get_template(TEMPLATE).render(
         script=folder / SCRIPT,
         directives=list(directives(configs, folder, wish, profile)),
         runs=[config.run.folder for config in configs],
         setup=profile.lines(),
-        environment=profile.variables(),
         headrace=shlex.join([sys.executable, "-m", "headrace.launcher"]),
         requeues=profile.requeues,
     )
-
-
-def double_quote(value: str) -> str:
-    """For bash, with variables left in."""
-    return '"' + re.sub(r'(["`\\])', r"\\\1", value) + '"'
 
 
 def directives(configs: Sequence[Config], folder: Path, wish: Wish, profile: Profile) -> Iterator[str]:
@@ -216,10 +205,6 @@ def directives(configs: Sequence[Config], folder: Path, wish: Wish, profile: Pro
     yield f"--ntasks-per-node={_most_per_node(configs, wish, profile)}"
     yield f"--cpus-per-task={first.launch.cpus_per_rank}"
     yield f"--time={wish.time or profile.time}"
-    options = {"partition": profile.partition, "account": profile.account, "gres": profile.gres, "mem": profile.mem}
-    yield from (f"--{name}={value}" for name, value in options.items() if value is not None)
-    if profile.exclusive:
-        yield "--exclusive"
     yield f"--signal=B:USR2@{profile.warn_s}"
     yield "--requeue"
     yield "--no-kill"
@@ -227,7 +212,7 @@ def directives(configs: Sequence[Config], folder: Path, wish: Wish, profile: Pro
         yield f"--array=0-{len(configs) - 1}"
     if wish.after is not None:
         yield f"--dependency=afterok:{wish.after}"
-    yield from profile.options
+    yield from profile.directives()
 
 
 def _most_per_node(configs: Sequence[Config], wish: Wish, profile: Profile) -> int:
@@ -243,6 +228,26 @@ def _most_per_node(configs: Sequence[Config], wish: Wish, profile: Profile) -> i
             "Give more --nodes, or fewer ranks by -n, ranks.generators or ranks.trainers."
         )
     return most
+
+
+def send(script: Path, hint: str) -> int:
+    """Hand a script to Slurm.
+
+    Args:
+        hint: what to look at if Slurm refuses it.
+
+    Returns:
+        the number of the job.
+
+    Raises:
+        HeadraceError: Slurm refuses it, with its words.
+    """
+    code, output, error = ask(["sbatch", "--parsable", str(script)], sbatch_environment(os.environ))
+    number = output.partition(";")[0]
+    if code or not number.isdigit():
+        told = " ".join((error or output).split()).removeprefix("sbatch: error: ")
+        raise HeadraceError(f"Slurm doesn't take the job: {told.rstrip('.')}. {hint}")
+    return int(number)
 
 
 def sbatch_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -28,7 +28,7 @@ from headrace.comm.errors import ConfigError, HeadraceError
 from headrace.launcher.cancel import end_job
 from headrace.launcher.profile import Profile
 from headrace.launcher.queue import queued, tell
-from headrace.launcher.submit import double_quote, sbatch_environment
+from headrace.launcher.submit import sbatch_environment
 from headrace.launcher.submitit_run import Run, RunJob
 from headrace.launcher.summary import RunSummary
 
@@ -106,10 +106,9 @@ def send(run: Run, folder: Path, directives: Iterable[str], profile: Profile) ->
         HeadraceError: Slurm refuses it, with its words.
     """
     executor = SlurmRunExecutor(folder, max_num_timeout=profile.requeues, python=f"exec {shlex.quote(sys.executable)}")
-    exports = [f"export {name}={double_quote(value)}" for name, value in profile.variables().items()]
     executor.update_parameters(
         time=minutes(profile.time),
-        setup=["trap '' USR2  # until the run listens", *profile.lines(), *exports],
+        setup=["trap '' USR2  # until the run listens", *profile.lines()],
         additional_parameters={name: value for name, value in map(_option, directives) if name not in OWN},
         use_srun=False,
     )

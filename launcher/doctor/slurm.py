@@ -7,7 +7,6 @@ job_script                the whole job, as sbatch gets it
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -20,12 +19,10 @@ from headrace.launcher.doctor.findings import Check, Finding, ok, warn
 from headrace.launcher.mpi import Family, MpiInstallation
 from headrace.launcher.profile import Profile
 from headrace.launcher.queue import ask, tell
-from headrace.launcher.submit import sbatch_environment
+from headrace.launcher.starter import PMI, step_options
+from headrace.launcher.submit import send
 
 PMI_TYPES = re.compile(r"\b(none|pmi2|pmix(?:_v\d+)?|cray_shasta|openmpi)\b")
-FITTING: dict[Family, tuple[str, ...]] = {"openmpi": ("pmix",), "mpich": ("pmi2", "cray_shasta")}
-"""Under any other type every process would be a world of its own."""
-
 JOB_MINUTES = 10
 
 
@@ -45,7 +42,7 @@ def offered_types() -> list[str]:
 
 def pmi_of(family: Family, offered: Sequence[str]) -> str | None:
     """The type by which srun starts ranks of this MPI as one world."""
-    return next((kind for kind in FITTING[family] if kind in offered), None)
+    return next((kind for kind in PMI[family] if kind in offered), None)
 
 
 def examine_slurm(check: str, ask_slurm: Check) -> Finding:
@@ -72,8 +69,8 @@ def check_pmi(installation: MpiInstallation, offered: Sequence[str] | None = Non
     types = ", ".join(offered)
     if kind is not None:
         return ok("PMI", f"srun offers {types}; {installation.family} starts by srun --mpi={kind}")
-    wanted = " or ".join(FITTING[installation.family])
-    other = next((family for family in FITTING if pmi_of(family, offered)), None)
+    wanted = " or ".join(PMI[installation.family])
+    other = next((family for family in PMI if pmi_of(family, offered)), None)
     instead = f", or take launch.mpi={other}" if other else ""
     text = f"srun offers {types}, but {installation.family} needs {wanted}: each process would be a world of its own"
     return warn("PMI", text, f"Start the ranks by mpirun inside the job, as the doctor does{instead}.")
@@ -101,15 +98,7 @@ def start_line(
 ) -> list[str]:
     """The command that starts the ranks inside a job, on all its nodes."""
     if pmi is not None:
-        fixed = ["--kill-on-bad-exit=1", "--wait=60", "--unbuffered", *launch.srun_options]
-        return [
-            "srun",
-            f"--mpi={pmi}",
-            f"--ntasks={ranks}",
-            f"--cpus-per-task={launch.cpus_per_rank}",
-            *fixed,
-            *program,
-        ]
+        return ["srun", *step_options(ranks, pmi, launch.cpus_per_rank, launch.srun_options), *program]
     personal = ["--personality", "ompi"] if installation.mpirun.name == "prterun" else []
     flags = [*personal, "--allow-run-as-root", "--bind-to", "none"] if installation.family == "openmpi" else []
     return [str(installation.mpirun), *flags, "-n", str(ranks), *program]
@@ -126,7 +115,6 @@ def job_script(
     """
     lines = [f"#SBATCH {option}" for option in _options(nodes, ranks, log, profile)]
     lines += profile.lines()
-    lines += [f'export {name}="{value}"' for name, value in profile.variables().items()]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
     return "\n".join(["#!/bin/bash", *lines, f"exec {shlex.join(start)}", ""])
 
@@ -139,24 +127,16 @@ def _options(nodes: int, ranks: int, log: Path, profile: Profile) -> Iterator[st
     yield f"--time={JOB_MINUTES}"
     yield "--no-requeue"
     yield f"--output={log}"
-    site = {"partition": profile.partition, "account": profile.account, "gres": profile.gres, "mem": profile.mem}
-    yield from (f"--{name}={value}" for name, value in site.items() if value is not None)
-    if profile.exclusive:
-        yield "--exclusive"
-    yield from profile.options
+    yield from profile.directives()
 
 
 def sbatch(script: Path) -> int:
     """Submit a script; returns the number of the job.
 
     Raises:
-        HeadraceError: sbatch refused it.
+        HeadraceError: Slurm refuses it.
     """
-    code, output, error = ask(["sbatch", "--parsable", str(script)], sbatch_environment(os.environ))
-    if code or not (number := output.partition(";")[0]).isdigit():
-        told = " ".join((error or output).split())
-        raise HeadraceError(f"sbatch refused the doctor's job: {told}. A --profile names partition and account.")
-    return int(number)
+    return send(script, "A --profile names partition and account.")
 
 
 def scancel(job: int) -> None:

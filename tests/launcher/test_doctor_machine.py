@@ -256,8 +256,8 @@ def test_the_script_asks_for_what_profile_and_ranks_need_and_quotes_values(tmp_p
     for line in ("partition=p", "gres=npu:8", "cpus-per-task=8", "ntasks-per-node=3", "qos=long"):
         assert f"#SBATCH --{line}\n" in script
     assert script.endswith(
-        "source set_env.sh\nexport A='it'\"'\"'s'\nexec srun --mpi=pmi2 --ntasks=5 --cpus-per-task=8 "
-        "--kill-on-bad-exit=1 --wait=60 --unbuffered --container-image=x python -m x\n"
+        "source set_env.sh\nexport A='it'\"'\"'s'\nexec srun --mpi=pmi2 --ntasks=5 --cpus-per-task=8 --mem=0 --overlap "
+        "--export=ALL --kill-on-bad-exit=1 --wait=60 --unbuffered --container-image=x python -m x\n"
     )
 
 
@@ -269,5 +269,5 @@ def test_without_a_fitting_type_mpirun_starts_the_ranks_in_the_job() -> None:
 
 def test_a_refused_job_says_what_chooses_its_queue(programs: Path, tmp_path: Path) -> None:
     program(programs, "sbatch", "echo 'invalid partition' >&2; exit 1")
-    with pytest.raises(HeadraceError, match=r"refused the doctor's job: invalid partition\. A --profile names"):
+    with pytest.raises(HeadraceError, match=r"doesn't take the job: invalid partition\. A --profile names"):
         slurm.sbatch(tmp_path / "x.sh")
