@@ -174,13 +174,14 @@ def test_a_rank_that_leaves_is_not_missed():
     tick_until(mine, now, now + 150)
 
 
-def test_a_main_thread_that_hangs_ends_the_job():
+def test_a_main_thread_that_hangs_ends_the_job_and_leaves_the_stacks_of_all_threads(capfd):
     network = SimulatedNetwork(2)
     roles = plan_roles(["a", "a"], RanksConfig(trainers=1, generators=1))
     mine, main = heartbeats(network, 0, roles, silence=1e9, limit=10.0)
     main.set("engine step")
     with pytest.raises(WaitLimitError, match=r"rank 0 .*'engine step' for"):
         mine.tick(time.monotonic() + 21)
+    assert "most recent call first" in capfd.readouterr().err
 
 
 def meet_in_threads(network, facts, limit=5.0, absent=()):
