@@ -2,6 +2,7 @@
 #   make run        train SmolLM2 on small sums: sets everything up, fetches the model once, about 10 minutes
 #   make test       lint, types and the quick tests        make test-full   the slow ones
 #   make bench      the measurements                        make setup       only .venv
+#   make slurm-full the tests on a Slurm of their own, also those that make test-full leaves out
 #   make simulate   the ledgers under 10,000 fault schedules, and small worlds in every order of events; minutes
 #
 # Each `make run` makes a run folder of its own: runs/chain-sum-smollm2, runs/chain-sum-smollm2-2, …
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 MODEL := models/SmolLM2-135M-Instruct
 PACKAGES := launcher ranks comm rollout train
 
-.PHONY: setup model run test test-full lint simulate bench clean
+.PHONY: setup model run test test-full slurm-full lint simulate bench clean
 
 setup: $(VENV)/.ready
 
@@ -48,7 +49,10 @@ test: lint
 	$(BIN)/pytest -m "not slow"
 
 test-full: setup model
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m "slow and not slurm_full"
+
+slurm-full: setup
+	HEADRACE_REQUIRE_SLURM=1 $(BIN)/pytest tests/slurm
 
 simulate: setup
 	$(BIN)/python tests/simulation/simulate.py

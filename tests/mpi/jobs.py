@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from headrace.ranks.archive import Archived, read_share
 
 JOB_LIMIT_S = 240
 
@@ -68,6 +71,22 @@ def run_job(
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     file = folder / "runs" / "job" / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def archived(folder: Path, finished: bool = True) -> dict[tuple[int, int], Archived]:
+    """The finished, or unfinished, groups in the archive; nothing is damaged."""
+    segments = list(read_share(folder / "runs/job/archive", 99, 0, 1))
+    assert [sentence for segment in segments for sentence in segment.damaged] == []
+    return {g.key: g for segment in segments for g in segment.groups if g.finished == finished}
+
+
+def trained(folder: Path) -> dict[int, set[tuple[int, int]]]:
+    """(ticket, attempt) of the samples that trainer 0 has trained, by step."""
+    steps = defaultdict(set)
+    for line in (folder / "runs/job/samples.jsonl").read_text().splitlines():
+        sample = json.loads(line)
+        steps[sample["step"]].add((sample["ticket"], sample["attempt"]))
+    return steps
 
 
 def check_books(metrics: list[dict[str, Any]], bound: int) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import h5py
 import pytest
-from jobs import check_books, latency_config, metrics_of, run_job, start_job
+from jobs import archived, check_books, latency_config, metrics_of, run_job, start_job, trained
 from tiny import await_steps, kill_after
 
 from headrace.comm.columns import COLUMN_DTYPES
-from headrace.ranks.archive import Archived, read_segment, read_share
+from headrace.ranks.archive import read_segment, read_share
 from headrace.ranks.journal import read_journal
 
 STOPPED, KILLED = 75, 137
@@ -36,22 +34,6 @@ def archived_as_is(folder: Path) -> set[tuple[int, int]]:
     """The finished groups that can be read."""
     segments = read_share(folder / "runs/job/archive", 99, 0, 1)
     return {group.key for segment in segments for group in segment.groups if group.finished}
-
-
-def archived(folder: Path, finished: bool = True) -> dict[tuple[int, int], Archived]:
-    """The finished, or unfinished, groups in the archive; nothing is damaged."""
-    segments = list(read_share(folder / "runs/job/archive", 99, 0, 1))
-    assert [sentence for segment in segments for sentence in segment.damaged] == []
-    return {g.key: g for segment in segments for g in segment.groups if g.finished == finished}
-
-
-def trained(folder: Path) -> dict[int, set[tuple[int, int]]]:
-    """(ticket, attempt) of the samples that trainer 0 has trained, by step."""
-    steps = defaultdict(set)
-    for line in (folder / "runs/job/samples.jsonl").read_text().splitlines():
-        sample = json.loads(line)
-        steps[sample["step"]].add((sample["ticket"], sample["attempt"]))
-    return steps
 
 
 def stop(folder: Path, job: dict[str, Any], steps: int, *options: str) -> None:

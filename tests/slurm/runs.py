@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from cluster import Cluster
+from jobs import check_books, latency_config
 
 ROOT = Path(__file__).parents[2]
 HEADRACE = str(Path(sys.executable).with_name("headrace"))
 RANKS = {"generators": 6, "trainers": 2}
+STEPS = 40
+
+
+both = pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,13 @@ def profile(folder: Path, **keys: Any) -> tuple[str, str]:
     return "--profile", "site.yaml"
 
 
+def told_status(cluster: Cluster, folder: Path) -> dict[str, str]:
+    """What `headrace status` says of the run: text by title."""
+    said = headrace(cluster, folder, "status", "job")
+    assert said.status == 0, said.text
+    return {line[2:14].strip(): line[14:] for line in said.text.splitlines()[1:]}
+
+
 def output(folder: Path) -> str:
     """What the jobs of the run printed."""
     return "".join(file.read_text() for file in sorted(folder.glob("runs/job/slurm-*.out")))
@@ -85,3 +100,32 @@ def check_nothing_half(folder: Path) -> None:
     checkpoint = folder / "runs/job/checkpoints"
     half = [path for path in checkpoint.glob("*") if path.is_dir() and not (path / "COMPLETE").exists()]
     assert not half, half
+
+
+def slow_job(steps: int = STEPS, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A run of about `steps` / 4 seconds."""
+    latency = {"token_ms": 2, "median_tokens": 6, "sigma": 1, "train_s": 0.2, "weight_delay_s": 0.02}
+    base: dict[str, Any] = {"run": {"steps": steps}, "ranks": RANKS, "rollout": {"latency": latency}}
+    return latency_config(**base | {"checkpoint": {"every": 5}} | sections)
+
+
+def site(folder: Path, mpi: str, **keys: Any) -> tuple[str, ...]:
+    starter = "srun" if mpi == "openmpi" else "mpirun"
+    return (*profile(folder, mpi=mpi, starter=starter, **keys), "--nodes", "4")
+
+
+def warn(cluster: Cluster, job: str) -> None:
+    """What Slurm does before the time limit."""
+    cluster.ask("scancel", "--batch", "--signal=USR2", job)
+
+
+def check_whole(folder: Path, steps: int, staleness: int = 1) -> None:
+    """Every step was trained once, in the end, and the books are right over all restarts."""
+    check_books(metrics(folder), staleness)
+    assert len(metrics(folder)) == steps
+    assert checkpoints(folder)[-1] == steps
+    check_nothing_half(folder)
+
+
+def kill_rank(folder: Path, rank: int) -> None:
+    os.kill(int((folder / f"runs/job/latest/rank_{rank:03d}.pid").read_text()), signal.SIGKILL)

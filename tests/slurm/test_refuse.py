@@ -5,10 +5,25 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import yaml
 from cluster import Cluster
 from jobs import check_books, latency_config
-from runs import RANKS, headrace, metrics, output, profile, submit
+from runs import (
+    RANKS,
+    STEPS,
+    check_whole,
+    headrace,
+    kill_rank,
+    metrics,
+    output,
+    profile,
+    site,
+    slow_job,
+    submit,
+    told_status,
+    until_step,
+)
 
 STALE = {
     "SLURM_JOB_ID": "999",
@@ -47,13 +62,17 @@ def test_a_submit_that_cant_run_says_why_and_sends_nothing(cluster: Cluster, tmp
     assert not cluster.ask("squeue", "--noheader")
 
 
-def test_a_world_of_one_under_the_wrong_pmi_is_refused_with_the_remedy(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mpi", "pmi", "remedy"), [("openmpi", "pmi2", "--mpi=pmix"), ("mpich", "none", "--mpi=pmi2")])
+def test_a_world_of_one_under_the_wrong_pmi_is_refused_with_the_remedy(
+    cluster: Cluster, tmp_path: Path, mpi: str, pmi: str, remedy: str
+) -> None:
     config = latency_config(ranks=RANKS)
-    job = submit(cluster, tmp_path, config, *profile(tmp_path, mpi="openmpi", pmi="pmi2"), "--nodes", "4")
+    job = submit(cluster, tmp_path, config, *profile(tmp_path, mpi=mpi, pmi=pmi, relaunches=2), "--nodes", "4")
     assert cluster.until_state(job, "COMPLETED", "FAILED", limit_s=60) == "FAILED"
     said = output(tmp_path)
     assert "8 ranks were started, but each of them is a world of its own" in said
-    assert "--mpi=pmix" in said
+    assert remedy in said
+    assert "starting again" not in said
 
 
 def test_a_stale_environment_does_no_harm(cluster: Cluster, tmp_path: Path) -> None:
@@ -64,17 +83,21 @@ def test_a_stale_environment_does_no_harm(cluster: Cluster, tmp_path: Path) -> N
     check_books(metrics(tmp_path), 1)
 
 
-def test_two_jobs_share_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
+def test_two_jobs_share_the_nodes_and_a_failure_of_one_is_none_of_the_other(cluster: Cluster, tmp_path: Path) -> None:
+    """Their ports don't collide, and what cleans up after the one ends no process of the other."""
     folders = [tmp_path / name for name in ("one", "two")]
     jobs = []
     for folder, mpi in zip(folders, ("openmpi", "mpich"), strict=True):
         folder.mkdir()
-        site = profile(folder, mpi=mpi, starter="srun" if mpi == "openmpi" else "mpirun")
-        jobs.append(submit(cluster, folder, latency_config(ranks=RANKS), *site, "--nodes", "4"))
+        jobs.append(submit(cluster, folder, slow_job(), *site(folder, mpi, relaunches=1)))
+    for folder in folders:
+        until_step(cluster, folder, 7)
+    kill_rank(folders[0], 5)
     for job, folder in zip(jobs, folders, strict=True):
         assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(folder)
-        check_books(metrics(folder), 1)
-        assert len(metrics(folder)) == 50
+        check_whole(folder, STEPS)
+    assert "starting again" in output(folders[0])
+    assert "was ended" not in output(folders[1])
 
 
 def test_ten_submits_at_once_are_ten_runs(cluster: Cluster, tmp_path: Path) -> None:
@@ -91,14 +114,18 @@ def test_ten_submits_at_once_are_ten_runs(cluster: Cluster, tmp_path: Path) -> N
         assert len((tmp_path / f"runs/run{number}/metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_run_that_waits_in_the_queue_isnt_sent_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_run_that_waits_in_the_queue_isnt_sent_again_and_can_be_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     config = latency_config(ranks={"generators": 1, "trainers": 1})
     job = submit(cluster, tmp_path, config, *profile(tmp_path, options=["--hold"]))
     said = headrace(cluster, tmp_path, "submit", "job.yaml")
     assert said.status == 2
     assert f"Job {job} waits or runs for runs/job already" in said.text
+    assert told_status(cluster, tmp_path)["state"] == f"waiting (job {job} is PENDING (JobHeldUser))"
     assert submit(cluster, tmp_path, config, *profile(tmp_path, options=["--hold"]), "--fresh") != job
     assert (tmp_path / "runs/job-2/job.sbatch").exists()
+    said = headrace(cluster, tmp_path, "cancel", "job")
+    assert (said.status, said.text) == (0, f"took job {job} out of the queue\nit had never been started\n")
+    assert cluster.state(job) == "CANCELLED"
 
 
 def test_a_sweep_is_an_array_of_runs(cluster: Cluster, tmp_path: Path) -> None:

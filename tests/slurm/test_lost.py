@@ -1,0 +1,102 @@
+"""Ranks and nodes that die: who is named, and how the run goes on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cluster import Cluster
+from runs import (
+    STEPS,
+    both,
+    check_nothing_half,
+    check_whole,
+    kill_rank,
+    output,
+    site,
+    slow_job,
+    submit,
+    until_step,
+)
+from tiny import tiny_config
+
+
+@both
+def test_a_killed_rank_is_named_and_ends_the_job(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
+    job = submit(cluster, tmp_path, slow_job(), *site(tmp_path, mpi))
+    until_step(cluster, tmp_path, 3)
+    kill_rank(tmp_path, 5)
+    assert cluster.until_state(job, "COMPLETED", "FAILED", limit_s=30) == "FAILED"
+    name = "Rank 5 (on node3)" if mpi == "openmpi" else "Rank 5"
+    assert f"\nheadrace: {name} was ended by signal 9 (SIGKILL)" in output(tmp_path)
+    assert not cluster.processes()
+    check_nothing_half(tmp_path)
+
+
+@both
+def test_a_killed_rank_is_replaced_within_the_allocation(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
+    job = submit(cluster, tmp_path, slow_job(), *site(tmp_path, mpi, relaunches=1))
+    until_step(cluster, tmp_path, 12)
+    kill_rank(tmp_path, 5)
+    assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
+    assert "starting again, 1 of 1 times left" in output(tmp_path)
+    assert re.search(r"step (6|11) was trained \d+ s after the failure", output(tmp_path)), output(tmp_path)
+    check_whole(tmp_path, STEPS)
+
+
+def test_a_mistake_is_not_tried_again_and_quoted_at_the_end_of_the_jobs_output(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The allocation isn't held any longer, and what else ranks write is in a log of each."""
+    reward = tmp_path / "reward.py"
+    reward.write_text("import os\ndef reward(task, answer):\n    return float(os.environ['NOT_THERE'])\n")
+    config = tiny_config(data={"reward": f"{reward}:reward"}, ranks={"generators": 3, "trainers": 1})
+    job = submit(cluster, tmp_path, config, *site(tmp_path, "openmpi", relaunches=2))
+    assert cluster.until_state(job, "COMPLETED", "FAILED") == "FAILED"
+    *_, error, last = output(tmp_path).splitlines()
+    assert "NOT_THERE" in error
+    assert last == "More is in runs/job/latest/rank_000.log."
+    assert "starting again" not in output(tmp_path)
+    assert len(list(tmp_path.glob("runs/job/latest/rank_*.log"))) == 4
+    assert not cluster.processes()
+
+
+@both
+def test_a_node_that_is_cut_off_is_replaced_by_the_spare_one(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
+    options = [*site(tmp_path, mpi, relaunches=2)[:-1], "3", "--spare-nodes", "1"]
+    config = slow_job(run={"steps": STEPS, "silence_limit_s": 10, "heartbeat_s": 1})
+    job = submit(cluster, tmp_path, config, *options)
+    until_step(cluster, tmp_path, 12)
+    cluster.cut("node3")
+    try:
+        assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
+    finally:
+        cluster.mend("node3")
+    assert "starting again without node3, with node4 instead" in output(tmp_path)
+    check_whole(tmp_path, STEPS)
+
+
+def test_without_a_spare_node_the_run_goes_on_with_fewer_generators(cluster: Cluster, tmp_path: Path) -> None:
+    config = slow_job(run={"steps": STEPS, "silence_limit_s": 10, "heartbeat_s": 1})
+    job = submit(cluster, tmp_path, config, *site(tmp_path, "openmpi", relaunches=2))
+    until_step(cluster, tmp_path, 12)
+    cluster.cut("node3")
+    try:
+        assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
+    finally:
+        cluster.mend("node3")
+    assert "starting again without node3, on 6 ranks" in output(tmp_path)
+    check_whole(tmp_path, STEPS)
+
+
+def test_loss_of_the_batch_host_brings_the_job_back_on_other_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, slow_job(), *site(tmp_path, "openmpi")[:-1], "3")
+    until_step(cluster, tmp_path, 12)
+    cluster.cut("node1")
+    cluster.power_off("node1")
+    try:
+        assert cluster.until_state(job, "COMPLETED", "FAILED", limit_s=200) == "COMPLETED", output(tmp_path)
+    finally:
+        cluster.mend("node1")
+    assert "  node4: " in output(tmp_path)
+    check_whole(tmp_path, STEPS)
