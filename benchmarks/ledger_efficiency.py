@@ -33,9 +33,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks import report
+from headrace.ranks.contribution import Phase
 from headrace.ranks.forming import Decision, Standing
 from headrace.ranks.ledger import Ledger
-from headrace.ranks.node import LedgerNode, Phase
+from headrace.ranks.node import LedgerNode
 from headrace.ranks.outstanding import Stage, Ticket
 from headrace.ranks.simulator import MadeUpLengths, SimulatedJob, Simulation, Trace
 from headrace.ranks.tickets import LedgerSpec
@@ -111,9 +112,9 @@ class Run:
 class Queue(Ledger):
     """A ledger that hands out finished groups in the order in which they were finished, and credits as they come."""
 
-    def __init__(self, spec: LedgerSpec) -> None:
+    def __init__(self, *args: Any) -> None:
         self._order: dict[int, int] = {}
-        super().__init__(spec, 0, 1)
+        super().__init__(*args)
 
     def adapt(self, left: int) -> None:
         """Whatever is left over: every credit is dealt."""
@@ -124,32 +125,36 @@ class Queue(Ledger):
         finished = [ticket for ticket in self._tickets.values() if ticket.stage is Stage.FINISHED]
         finished.sort(key=lambda ticket: self._order[ticket.number])
         needed: list[Ticket] = []
-        by_deadline = sorted(self._tickets.values(), key=self._deadline)
+        by_deadline = sorted(self._tickets.values(), key=self._outstanding.deadline)
         for place, ticket in enumerate(by_deadline if bounded else ()):
-            over = place + 1 - len(needed) - (self._deadline(ticket) - self.step) * count
+            over = place + 1 - len(needed) - (self._outstanding.deadline(ticket) - self.step) * count
             if over > 0:
                 needed += [t for t in by_deadline[: place + 1] if t in finished and t not in needed][:over]
         rest = [ticket for ticket in finished if ticket not in needed]
-        return Counter(self._deadline(ticket) for ticket in [*needed, *rest][:count])
+        return Counter(self._outstanding.deadline(ticket) for ticket in [*needed, *rest][:count])
 
     def _move(self, ticket: Ticket, stage: Stage, reserved: int) -> None:
         super()._move(ticket, stage, reserved)
         if stage is Stage.FINISHED:
             self._order[ticket.number] = len(self._order)
 
-    def _finished_by_deadline(self) -> dict[int, list[int]]:
-        found = super()._finished_by_deadline()
-        return {deadline: sorted(numbers, key=self._order.__getitem__) for deadline, numbers in found.items()}
+    def contribute(self, escrow: bool) -> Standing:
+        standing = super().contribute(escrow)
+        in_order = {deadline: sorted(told, key=self._order.__getitem__) for deadline, told in self._offered.items()}
+        self._offered = in_order
+        return standing
 
 
 class FirstFinishedFirst(LedgerNode):
     """One ledger that trains groups in the order in which they are finished, as far as the bound allows."""
 
+    ledger_type = Queue
     bounded = True
 
-    def __init__(self, spec: LedgerSpec, *args: Any) -> None:
-        super().__init__(spec, *args)
-        self.ledger = self._queue = Queue(spec)
+    @property
+    def _queue(self) -> Queue:
+        assert isinstance(self.ledger, Queue)
+        return self.ledger
 
     def _decide(self, standings: Sequence[Standing]) -> Decision:
         if not self._is_formable(super()._decide(standings)):
@@ -166,7 +171,7 @@ class Unbounded(FirstFinishedFirst):
     bounded = False
 
     def tick(self, now: float) -> None:
-        self._urgent |= self._has_enough()
+        self._pace.urgent |= self._has_enough()
         super().tick(now)
 
     def _is_formable(self, decision: Decision) -> bool:

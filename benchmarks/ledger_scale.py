@@ -34,8 +34,9 @@ from benchmarks import report, report_value
 from headrace.comm import wire
 from headrace.comm.messages import Message, Progress, RoundPart
 from headrace.comm.transport import Received
+from headrace.ranks.contribution import Contribution
 from headrace.ranks.forming import Decision, Standing
-from headrace.ranks.node import Contribution, LedgerNode
+from headrace.ranks.node import LedgerNode
 from headrace.ranks.simulator import MadeUpLengths, SimulatedJob, Simulation
 from headrace.ranks.tickets import FormedGroup, LedgerSpec
 from headrace.rollout.config import LatencyConfig
@@ -155,7 +156,7 @@ def job(trainers: int) -> SimulatedJob:
 def held_bytes(node: LedgerNode) -> int:
     """The memory of everything that only this ledger refers to."""
     seen: set[int] = set()
-    todo: list[Any] = [node.ledger, node._rounds, node._watch, node._heard]
+    todo: list[Any] = [node.ledger, node._rounds, node._pace]
     total = 0
     while todo:
         thing = todo.pop()

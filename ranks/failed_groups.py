@@ -12,7 +12,8 @@ from typing import ClassVar
 from headrace.comm.errors import DataError
 from headrace.comm.messages import Message
 from headrace.comm.transport import Received
-from headrace.ranks.node import LedgerNode, Phase
+from headrace.ranks.contribution import Phase
+from headrace.ranks.node import LedgerNode
 from headrace.ranks.tickets import LedgerSpec
 
 LEAST = 8

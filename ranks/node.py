@@ -11,14 +11,8 @@
     trainer   ── pulled, or unform ─────────────▶ when all have pulled: `may_train`
     trainer   ── end_step ──────────────────────▶
 
-Each step passes four phases, changed by results of rounds, so by all ledgers at the same round:
-
-    FORMING ── a batch can be formed ──▶ SHARING ── its groups are known everywhere ──▶ PULLING ── all have ──▶ TRAINING
-      ▲ ▲                                  │                                              │      their data        │
-      │ └─── undone: data are lost ────────┴──────────────────────────────────────────────┘                        │
-      └───── end_step, by each ledger in its own time ─────────────────────────────────────────────────────────────┘
-
-or, when nothing is left to train, from FORMING to OVER.
+Each step passes the phases FORMING, SHARING, PULLING, TRAINING (`contribution.py`). They are changed by results of
+rounds, so by all ledgers at the same round, but for the end of TRAINING. When the next round begins: `pace.py`.
 
 Single-threaded: the courier calls everything here. The main thread's `end_step` goes to the courier by a queue, and
 what `take_formed` returns comes back by one.
@@ -27,7 +21,6 @@ what `take_formed` returns comes back by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from enum import Enum
 from typing import ClassVar
 
 import msgspec
@@ -53,8 +46,10 @@ from headrace.comm.messages import (
 )
 from headrace.comm.transport import Received
 from headrace.ranks import forming
+from headrace.ranks.contribution import Contribution, Phase
 from headrace.ranks.forming import Choice, Decision, Standing
 from headrace.ranks.ledger import Ledger
+from headrace.ranks.pace import Pace
 from headrace.ranks.rounds import Rounds
 from headrace.ranks.tickets import (
     FormedGroup,
@@ -65,43 +60,6 @@ from headrace.ranks.tickets import (
     TicketCounts,
     require,
 )
-from headrace.ranks.watch import Watch
-
-SHORTEST_PAUSE_S = 0.010
-"""Between the beginnings of two rounds, but for sharing what was chosen."""
-LONGEST_PAUSE_S = 0.500
-"""After that a round begins whatever happens; where steps are long, after half a step."""
-SLOWEST_ROUND_S = 30.0
-"""There is a round at least so often, however long the steps are."""
-CREDIT_ROUNDS = 4
-"""Rounds per step in which credits may move at least; more while they cost less than one message per trained group."""
-
-
-class Phase(Enum):
-    """Where the step stands."""
-
-    FORMING = "forming"
-    SHARING = "sharing"
-    PULLING = "pulling"
-    TRAINING = "training"
-    OVER = "over"
-
-
-class Contribution(msgspec.Struct, frozen=True, array_like=True):
-    """What a ledger puts into a round."""
-
-    phase: Phase
-    standing: Standing
-    chosen: list[FormedGroup]
-    """In SHARING: the groups chosen here."""
-    pulled: bool
-    """In PULLING: the replica of this ledger has the data of its groups."""
-    undo: list[int]
-    """Tickets of the batch whose data are lost, found by the replica of this ledger."""
-    counts: TicketCounts
-    ending: bool
-    """No further step is to be formed: the run is asked to stop."""
-
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Contribution)
@@ -120,6 +78,7 @@ class LedgerNode:
         RoundPart,
         Progress,
     )
+    ledger_type: ClassVar[type[Ledger]] = Ledger
 
     def __init__(
         self,
@@ -135,7 +94,7 @@ class LedgerNode:
         self.counters: dict[int, GeneratorCounters] = {}
         """The latest totals of each generator that has reported here."""
         self.spec, self.index = spec, index
-        self.ledger = Ledger(spec, index, len(ledgers), state)
+        self.ledger = self.ledger_type(spec, index, len(ledgers), state)
         self.phase = Phase.FORMING
         self._counts = [self.ledger.counts()]
         self._ranks, self._generators, self._send = list(ledgers), set(generators), send
@@ -154,17 +113,7 @@ class LedgerNode:
         """Here, by `end_run`."""
         self._ending = False
         """Known to all ledgers by the same round."""
-        self._urgent = False
-        """The others must know something at once."""
-        self._watch = Watch(spec, [self.ledger.standing()] * len(ledgers), [0] * len(ledgers), False, False)
-        self._heard: dict[int, Progress] = {}
-        """By ledger: the newest word to the watcher of the next round, from those that have ended this one before."""
-        self._told = -1
-        self._told_credits = self._told_lack = True
-        self._began = float("-inf")
-        self._step_began, self._step_s = float("inf"), 0.0
-        """When the present step began; how long the last took, 0 in the first."""
-        self._step_ended = True
+        self._pace = Pace(self.ledger, self._rounds, lambda target, word: send(self._ranks[target], word))
 
     # What the courier brings
 
@@ -175,7 +124,7 @@ class LedgerNode:
             self._deliver(self._rounds.receive(message))
             return
         if isinstance(message, Progress):
-            self._hear(self._index_of[source], message)
+            self._pace.hear(self._index_of[source], message)
             return
         if isinstance(message, Silence):
             self.back(message.rank) if message.over else self.lost(message.rank)
@@ -204,29 +153,17 @@ class LedgerNode:
 
     def tick(self, now: float) -> None:
         """Begin the next round when it is time; tell the watcher what has changed here."""
-        if self._step_ended:
-            self._step_ended, self._step_s, self._step_began = False, max(0.0, now - self._step_began), now
-        self._watch_here()
+        self._pace.tick(now)
+        self._pace.watch_here(self.phase)
         while (due := self.next_tick()) is not None and due <= now:
-            self._began = now
+            self._pace.round_begins(now)
             self._begin_round()
-            self._watch_here()
-        self._tell()
+            self._pace.watch_here(self.phase)
+        self._pace.tell(self.phase)
 
     def next_tick(self) -> float | None:
         """When `tick` will begin a round, unless a message comes before; None: not without one."""
-        if self.phase is Phase.OVER or not self._rounds.idle:
-            return None
-        if self.phase is Phase.PULLING:
-            at_once = self._urgent or (self._pulled and self._rounds.peer_began)
-            return self._began if at_once else self._began + LONGEST_PAUSE_S
-        if self.phase is Phase.SHARING or self._rounds.peer_began:
-            return self._began
-        if self._urgent or (self._is_watcher and self.phase is Phase.FORMING and self._watch.formable()):
-            return self._began + SHORTEST_PAUSE_S
-        if (self._is_watcher and self._watch.credits_meet_asks) or self._may_redirect:
-            return self._began + self._credit_pause
-        return self._began + max(LONGEST_PAUSE_S, min(self._step_s / 2, SLOWEST_ROUND_S))
+        return self._pace.next_round(self.phase, self._pulled)
 
     # What the trainer says and asks
 
@@ -234,7 +171,8 @@ class LedgerNode:
         """This replica has ended optimizer step `step`: weights of version step + 1 exist and, if `published`, have
         been handed to the weight channel. The groups of this ledger are settled as trained."""
         require(self.phase is Phase.TRAINING and step == self.ledger.step, f"end of step {step} in {self.describe()}")
-        self.phase, self._formation, self._step_ended = Phase.FORMING, 0, True
+        self.phase, self._formation = Phase.FORMING, 0
+        self._pace.step_ended()
         self.ledger.end_step(self._batch_size, published)
         self._send_news()
 
@@ -247,7 +185,7 @@ class LedgerNode:
     def pulled(self, formation: int) -> None:
         """This replica has the data of its groups of the batch; nothing changes if that batch is void."""
         if self.phase is Phase.PULLING and formation == self._formation:
-            self._pulled = self._urgent = True
+            self._pulled = self._pace.urgent = True
 
     @property
     def may_train(self) -> bool:
@@ -269,23 +207,23 @@ class LedgerNode:
 
     def back(self, generator: int) -> None:
         """A generator that was taken for lost is heard again."""
-        self.ledger.back(generator)
+        self.ledger.asks.back(generator)
         self._send_news()
 
     @property
     def absent(self) -> Collection[int]:
         """Generators that are taken for lost."""
-        return self.ledger.absent
+        return self.ledger.asks.absent.keys()
 
     def unform(self, tickets: Iterable[int]) -> None:
         """The data of these groups of the batch can't be had: undo the batch. Only before this replica has `pulled`.
         Other replicas learn it by the next round, from `take_formed`."""
         self._undo.update(tickets)
-        self._urgent = True
+        self._pace.urgent = True
 
     def end_run(self) -> None:
         """Form no further step: all ledgers then give an empty, finished one once the present step has ended."""
-        self._asked_to_end = self._urgent = True
+        self._asked_to_end = self._pace.urgent = True
 
     def counts(self) -> TicketCounts:
         """Running totals of this ledger."""
@@ -315,63 +253,10 @@ class LedgerNode:
 
     # Rounds
 
-    @property
-    def _is_watcher(self) -> bool:
-        return self._rounds.round % len(self._ranks) == self.index
-
-    @property
-    def _may_redirect(self) -> bool:
-        """Asks that can't be granted here could be elsewhere."""
-        return self.ledger.lacks_numbers and any(standing.numbers for standing in self._watch.standings)
-
-    @property
-    def _credit_pause(self) -> float:
-        """At least so long between rounds that only move credits or asks, unless the step waits for that."""
-        if self._watch.lacks_groups:
-            return SHORTEST_PAUSE_S
-        messages = len(self._ranks) * (len(self._ranks) - 1).bit_length()
-        rounds = max(CREDIT_ROUNDS, self.spec.groups_per_step // max(1, messages))
-        step_s = self._step_s or self._began - self._step_began
-        return max(SHORTEST_PAUSE_S, min(step_s, SLOWEST_ROUND_S) / rounds)
-
-    @property
-    def _has_news(self) -> bool:
-        """What is waited for may have come: while a step is trained that is only what lets credits move."""
-        changed = self._told != self.ledger.changes and self.phase is Phase.FORMING
-        return changed or self._told_credits < bool(self.ledger.credits) or self._told_lack < self.ledger.lacks_credits
-
-    def _watch_here(self) -> None:
-        """The watcher's own news."""
-        if self._is_watcher and self._rounds.idle and self._has_news:
-            self._watch.update(self.index, self._note())
-
-    def _tell(self) -> None:
-        """Send news to the watcher; a round that has begun, or is about to, brings them anyway."""
-        on_time = self._rounds.idle and not self._rounds.peer_began and self.phase is not Phase.OVER
-        if on_time and not self._is_watcher and self._has_news:
-            word = Progress(self._rounds.round, msgspec.msgpack.encode(self._note()))
-            self._send(self._ranks[self._rounds.round % len(self._ranks)], word)
-
-    def _note(self) -> Standing:
-        """Where this ledger stands, which is then no news any more."""
-        self._told = self.ledger.changes
-        self._told_credits |= bool(self.ledger.credits)
-        self._told_lack |= self.ledger.lacks_credits
-        return self.ledger.standing()
-
-    def _hear(self, index: int, word: Progress) -> None:
-        """A ledger may be one round ahead. What is said too late is in a contribution."""
-        if word.round == self._rounds.round and self._rounds.idle:
-            self._watch.update(index, msgspec.msgpack.decode(word.standing, type=Standing))
-        elif word.round == self._rounds.round + 1:
-            self._heard[index] = word
-
     def _begin_round(self) -> None:
-        self._urgent = False
         self._contributed = self.phase
         chosen = self._chosen if self.phase is Phase.SHARING else []
         standing = self.ledger.contribute(escrow=self._wanted)
-        self._told = self.ledger.changes
         contribution = Contribution(
             phase=self.phase,
             standing=standing,
@@ -409,20 +294,11 @@ class LedgerNode:
             self.ledger.adapt(sum(sum(s.finished.values()) for s in standings) - self._batch_size)
         self._send_news()
         self._redirect(standings)
-        self._watch_from(standings, moves)
+        still_forming = self._contributed is Phase.FORMING and self.phase is Phase.FORMING
+        self._pace.watch_from(standings, moves, still_forming, self._ending)
 
     def _read(self, result: Sequence[bytes]) -> list[Contribution]:
         return [_decoder.decode(part) for part in result]
-
-    def _watch_from(self, standings: Sequence[Standing], moves: Sequence[int]) -> None:
-        """Watch for what the round has left."""
-        forming = self._contributed is Phase.FORMING and self.phase is Phase.FORMING
-        self._watch = Watch(self.spec, standings, moves, forming, self._ending)
-        here = self._watch.standings[self.index]
-        self._told_credits, self._told_lack = here.credits > 0, here.wants > 0
-        heard, self._heard = self._heard, {}
-        for index, word in heard.items():
-            self._hear(index, word)
 
     def _decide(self, standings: Sequence[Standing]) -> Decision:
         """The batch that this round's snapshot allows; an empty one when the run is over."""
@@ -472,7 +348,7 @@ class LedgerNode:
         self.ledger.undo(lost)
         self._formed = None
         self._formation += self._contributed is not Phase.FORMING
-        self.phase, self._urgent = Phase.FORMING, True
+        self.phase, self._pace.urgent = Phase.FORMING, True
 
     def _check_credits(self, standings: Sequence[Standing]) -> None:
         """The law of rule 1, seen by every ledger in every round at which all are at the same step."""
@@ -487,14 +363,14 @@ class LedgerNode:
     def _redirect(self, standings: Sequence[Standing]) -> None:
         margin = max(self.spec.credits, len(standings))
         target, room = forming.redirection(standings, self.index, self.ledger.next_number, margin)
-        for generator, asks in self.ledger.unpark(room).items():
+        for generator, asks in self.ledger.asks.unpark(room).items():
             self._send(generator, Redirect(target, asks))
 
     def _send_news(self) -> None:
         """Tell the generators what has changed for them, its own order kept: what is dropped first."""
-        for generator, keys in self.ledger.take_dropped().items():
+        for generator, keys in self.ledger.notices.take_dropped().items():
             self._send(generator, Dropped(keys))
-        for generator, keys in self.ledger.take_overdue().items():
+        for generator, keys in self.ledger.notices.take_overdue().items():
             cut = self.spec.overdue == "cut" or self.spec.by_sample
             self._send(generator, Cut(keys, keep=not self.spec.by_sample) if cut else Late(keys))
         for generator, grants in self.ledger.grant().items():

@@ -1,12 +1,22 @@
-"""One outstanding ticket, and what its attempts have brought."""
+"""The outstanding tickets of a ledger, and what their attempts have brought.
+
+    Outstanding ── by number ──▶ Ticket ── by attempt ──▶ Work ── by sample ──▶ SampleMeta
+
+Several attempts at one ticket may be at work: its generator was taken for lost, the ticket was granted to another, and
+the first goes on. The first attempt that is whole, and young enough, makes the group; results of the others are late.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
 from headrace.comm.messages import SampleMeta
-from headrace.ranks.tickets import SavedGroup, SavedWork
+from headrace.ranks.tickets import LedgerRuleError, SavedGroup, SavedWork, require
+
+Key = tuple[int, int]
+"""(ticket, attempt)."""
 
 
 class Stage(Enum):
@@ -73,6 +83,122 @@ class Ticket:
     def open(self) -> bool:
         return self.stage in OPEN
 
+    def lacks(self, sample: int, attempt: int, born: int) -> bool:
+        """Whether it is unfinished and this result counts. A result of an older attempt is as good as one of the newest
+        if it is young enough for the deadline."""
+        if self.stage not in OPEN or not self.since <= attempt <= self.attempt:
+            return False
+        work = self.works.get(attempt)
+        if work is not None and work.has(sample):
+            return False
+        if born < self.floor and attempt == self.attempt:
+            raise LedgerRuleError(f"ticket {self.number} sample {sample}: born {born}, granted {self.floor}")
+        return born >= self.floor
+
+    def work(self, attempt: int, generator: int) -> Work:
+        """What that attempt, made by this generator, has brought so far."""
+        work = self.works.get(attempt)
+        if work is None:
+            work = self.works[attempt] = Work(generator)
+        if generator != work.generator:
+            raise LedgerRuleError(f"rank {generator} finished ticket {self.number} of rank {work.generator}")
+        return work
+
+    def is_late(self, work: Work) -> bool:
+        """What was young enough when it came may have become too old by the start of a newer attempt."""
+        return any(sample.born < self.floor for sample in work.samples.values())
+
+    def forget_late_work(self, generator: int) -> None:
+        """Of older attempts that this generator makes."""
+        self.works = {a: work for a, work in self.works.items() if a == self.live or work.generator != generator}
+
+
+class Outstanding:
+    """The outstanding tickets of one ledger, counted by deadline. `oldest`: D, so many steps after the version that it
+    is counted from a ticket is due."""
+
+    def __init__(self, oldest: int) -> None:
+        self.tickets: dict[int, Ticket] = {}
+        self.finished: Counter[int] = Counter()
+        self.unfinished: Counter[int] = Counter()
+        """Deadline → how many; zeros aren't removed before `end_step`."""
+        self.chosen = 0
+        """Those in the step being trained."""
+        self._oldest = oldest
+
+    def deadline(self, ticket: Ticket) -> int:
+        """The last step that may train it."""
+        return ticket.reserved + self._oldest
+
+    def has(self, number: int, attempt: int) -> bool:
+        """Whether the ticket is outstanding with this as its newest attempt."""
+        return number in self.tickets and self.tickets[number].attempt == attempt
+
+    def add(self, ticket: Ticket) -> None:
+        self.tickets[ticket.number] = ticket
+        self._tally(ticket, 1)
+
+    def remove(self, ticket: Ticket) -> None:
+        del self.tickets[ticket.number]
+        self._tally(ticket, -1)
+
+    def move(self, ticket: Ticket, stage: Stage, reserved: int) -> None:
+        """The ticket gets to a stage, or gets another deadline."""
+        self._tally(ticket, -1)
+        ticket.stage, ticket.reserved = stage, reserved
+        self._tally(ticket, 1)
+
+    def end_step(self) -> int:
+        """Remove the chosen tickets; returns how many those were."""
+        ended = self.chosen
+        for ticket in [t for t in self.tickets.values() if t.stage is Stage.CHOSEN]:
+            self.remove(ticket)
+        self.finished, self.unfinished = +self.finished, +self.unfinished
+        return ended
+
+    def finished_by_deadline(self) -> dict[int, list[int]]:
+        """Deadline → numbers of the finished tickets, in the order in which they are to be chosen."""
+        found: dict[int, list[int]] = {}
+        for ticket in self.tickets.values():
+            if ticket.stage is Stage.FINISHED:
+                found.setdefault(self.deadline(ticket), []).append(ticket.number)
+        return {deadline: sorted(numbers) for deadline, numbers in found.items()}
+
+    def open_by_deadline(self) -> dict[int, list[Key]]:
+        """Deadline → unfinished tickets, in the order in which they are struck."""
+        found: dict[int, list[Key]] = {}
+        for ticket in self.tickets.values():
+            if ticket.open:
+                found.setdefault(self.deadline(ticket), []).append((ticket.number, ticket.attempt))
+        return {deadline: sorted(keys) for deadline, keys in found.items()}
+
+    def by_generator(self, due: int) -> dict[int, list[int]]:
+        """Generator → its unfinished tickets that are due by this step, or, if none is due, all unfinished ones."""
+        unfinished = [t for t in self.tickets.values() if t.open]
+        urgent = [t for t in unfinished if self.deadline(t) <= due]
+        found: dict[int, list[int]] = {}
+        for ticket in sorted(urgent or unfinished, key=lambda t: t.number):
+            found.setdefault(ticket.generator, []).append(ticket.number)
+        return found
+
+    def check(self, step: int, name: str) -> None:
+        """Raise `LedgerRuleError` unless the counts are right and nothing should have been trained before `step`."""
+        finished = {deadline: len(numbers) for deadline, numbers in self.finished_by_deadline().items()}
+        unfinished = {deadline: len(keys) for deadline, keys in self.open_by_deadline().items()}
+        for counts, found in ((self.finished, finished), (self.unfinished, unfinished)):
+            counted = {deadline: count for deadline, count in counts.items() if count}
+            require(counted == found, f"{name} counted {counted} by deadline, not {found}")
+        for ticket in self.tickets.values():
+            text = f"{name} at step {step}: ticket {ticket.number} is due at {self.deadline(ticket)}"
+            require(self.deadline(ticket) >= step, text)
+
+    def _tally(self, ticket: Ticket, sign: int) -> None:
+        if ticket.stage is Stage.CHOSEN:
+            self.chosen += sign
+        else:
+            counts = self.unfinished if ticket.open else self.finished
+            counts[self.deadline(ticket)] += sign
+
 
 def readmitted(group: SavedGroup) -> Ticket:
     """A finished group of an earlier run, whose data are still there."""
@@ -86,3 +212,8 @@ def resumed(work: SavedWork) -> Ticket:
     """A group of an earlier run that its owner goes on with."""
     works = {work.attempt: Work(work.owner)}
     return Ticket(work.ticket, work.attempt, work.attempt, work.reserved, work.born, works, stage=Stage.STARTED)
+
+
+def saved(ticket: Ticket) -> SavedGroup:
+    """What `readmitted` makes the ticket of again."""
+    return SavedGroup(ticket.number, ticket.attempt, ticket.generator, ticket.reserved, ticket.samples)

@@ -8,8 +8,8 @@ import pytest
 
 from headrace.comm.errors import DataError
 from headrace.comm.messages import Failed, GeneratorCounters
+from headrace.ranks.contribution import Phase
 from headrace.ranks.failed_groups import FailedGroups, failure_limit
-from headrace.ranks.node import Phase
 from headrace.ranks.tickets import LedgerSpec
 
 ERROR = "ValueError: no verdict (reward.py, line 3)\nTraceback (most recent call last):\n  …"

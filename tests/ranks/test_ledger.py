@@ -297,7 +297,7 @@ def test_a_resume_with_another_number_of_ledgers_issues_every_number_once() -> N
     found = []
     for index in range(2):
         again = Ledger(numbers, index, 2, whole)
-        again.credits = 99
+        again._credits.free = 99
         found += [(grant.ticket, grant.attempt) for grant in granted(again, room=99)]
     assert sorted(found) == [(k, 1 if k in (0, 3) else 0) for k in range(12)]
 
@@ -339,8 +339,8 @@ def test_cut_tells_the_generator_once_and_takes_what_comes() -> None:
     granted(ledger)
     struck(ledger, deadline=1, count=1)
     struck(ledger, deadline=1, count=1)
-    assert ledger.take_overdue() == {GENERATOR: [(0, 0)]}
-    assert ledger.take_overdue() == {}
+    assert ledger.notices.take_overdue() == {GENERATOR: [(0, 0)]}
+    assert ledger.notices.take_overdue() == {}
     ledger.finished(GENERATOR, sample(0))
     ledger.left_out(GENERATOR, 0, 1, 0)
     assert ledger.contribute(escrow=False).finished == {1: 1}
@@ -352,7 +352,7 @@ def test_a_group_of_which_nothing_is_left_is_dropped_as_overdue() -> None:
     ledger = Ledger(spec(1, 1, size=2, overdue="drop", by_sample=True), 0, 1)
     granted(ledger)
     struck(ledger, deadline=1, count=1)
-    assert ledger.take_overdue() == {GENERATOR: [(0, 0)]}
+    assert ledger.notices.take_overdue() == {GENERATOR: [(0, 0)]}
     for index in range(2):
         ledger.left_out(GENERATOR, 0, index, 0)
     assert ledger.counts().dropped_reasons == {"overdue": 1}
@@ -364,7 +364,7 @@ def test_drop_settles_the_overdue_and_tells_their_generators() -> None:
     ledger = Ledger(spec(1, 2, overdue="drop"), 0, 1)
     granted(ledger, room=2)
     struck(ledger, deadline=2, count=1)
-    assert ledger.take_dropped() == {GENERATOR: [(0, 0)]}
+    assert ledger.notices.take_dropped() == {GENERATOR: [(0, 0)]}
     assert ledger.counts().dropped_reasons == {"overdue": 1}
     assert ledger.credits == 2
     ledger.finished(GENERATOR, sample(0))
@@ -378,7 +378,7 @@ def test_a_strike_takes_those_that_are_still_unfinished_first_but_always_as_many
     ledger.finished(GENERATOR, sample(0))
     ledger.failed(1, 0, "raised")
     ledger.deliver(0, None, {2: 2})
-    assert ledger.take_dropped() == {GENERATOR: [(2, 0)]}, "the failed one counts, the finished one is spared"
+    assert ledger.notices.take_dropped() == {GENERATOR: [(2, 0)]}, "the failed one counts, the finished one is spared"
     assert ledger.contribute(escrow=False).finished == {2: 1}
     ledger.deliver(0, None, None)
 
@@ -406,7 +406,7 @@ def test_groups_without_variance_are_filtered_and_their_credit_is_free(rewards: 
         ledger.finished(GENERATOR, SampleMeta(0, index, 0, 0, 3, 4, reward))
     assert ledger.counts().dropped_reasons == ({} if kept else {"no_variance": 1})
     assert ledger.credits == ledger.spec.credits - kept
-    assert ledger.take_dropped() == ({} if kept else {GENERATOR: [(0, 0)]})
+    assert ledger.notices.take_dropped() == ({} if kept else {GENERATOR: [(0, 0)]})
 
 
 def test_filtering_stops_at_its_cap_until_the_next_step() -> None:
@@ -439,7 +439,7 @@ def test_a_generator_taken_for_lost_gets_nothing_until_it_is_back() -> None:
     assert ledger.lost(GENERATOR) == 0
     ledger.ask(GENERATOR, 3)
     assert ledger.grant() == {}
-    ledger.back(GENERATOR)
+    ledger.asks.back(GENERATOR)
     assert [(g.ticket, g.attempt) for g in ledger.grant()[GENERATOR]] == [(0, 1), (1, 1), (2, 1)]
 
 
@@ -449,11 +449,11 @@ def test_the_owner_of_what_does_not_count_is_told_to_forget_it_and_of_what_count
     ledger.lost(GENERATOR)
     granted(ledger, OTHER)
     ledger.finished(GENERATOR, sample(0))
-    assert ledger.take_dropped() == {OTHER: [(0, 1)]}, "the late result of the first attempt counts"
+    assert ledger.notices.take_dropped() == {OTHER: [(0, 1)]}, "the late result of the first attempt counts"
     ledger.finished(GENERATOR, sample(0))
-    assert ledger.take_dropped() == {}
+    assert ledger.notices.take_dropped() == {}
     ledger.finished(OTHER, sample(0, attempt=1))
-    assert ledger.take_dropped() == {OTHER: [(0, 1)]}
+    assert ledger.notices.take_dropped() == {OTHER: [(0, 1)]}
 
 
 def test_states_that_do_not_belong_together_are_refused() -> None:

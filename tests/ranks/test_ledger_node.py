@@ -25,7 +25,8 @@ from headrace.comm.messages import (
 )
 from headrace.comm.simulated import SimulatedNetwork
 from headrace.comm.transport import Received
-from headrace.ranks.node import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, LedgerNode
+from headrace.ranks.node import LedgerNode
+from headrace.ranks.pace import LONGEST_PAUSE_S, SHORTEST_PAUSE_S
 from headrace.ranks.tickets import FormedStep, LedgerRuleError, LedgerSpec, Overdue, TicketCounts
 
 TICK_S = 0.002

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.comm.errors import WaitLimitError
 from headrace.comm.messages import SampleMeta
-from headrace.ranks import node
+from headrace.ranks import pace
 from headrace.ranks.simulator import MadeUpLengths, SimulatedJob, Simulation, Trace
 from headrace.ranks.tickets import LedgerSpec, Overdue
 from headrace.rollout.config import LatencyConfig
@@ -89,7 +89,7 @@ def test_staleness_makes_steps_faster() -> None:
 
 def test_without_the_longest_pause_no_step_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds begin because they have a result, not because time has passed."""
-    monkeypatch.setattr(node, "LONGEST_PAUSE_S", 1e9)
+    monkeypatch.setattr(pace, "LONGEST_PAUSE_S", 1e9)
     for seed in range(5):
         slow = Simulation(job(2, ledgers=5, seed=seed))
         usual = seconds(slow.run())

@@ -11,9 +11,12 @@ from worlds.rules import Rules
 
 from headrace.comm.messages import SampleMeta, TicketGrant
 from headrace.ranks import forming, ledger
+from headrace.ranks.contribution import Phase
+from headrace.ranks.credits import Credits
 from headrace.ranks.forming import Decision, Standing
 from headrace.ranks.ledger import Ledger
-from headrace.ranks.node import LedgerNode, Phase
+from headrace.ranks.node import LedgerNode
+from headrace.ranks.notices import Notices
 from headrace.ranks.outstanding import Stage, Ticket
 from headrace.ranks.tickets import NO_VARIANCE, FormedGroup, LedgerSpec, LedgerState, formed_group
 
@@ -27,7 +30,9 @@ def count_only_started(patch: pytest.MonkeyPatch) -> None:
     def forgetful(self: Ledger, escrow: bool) -> Standing:
         standing = contribute(self, escrow)
         started = [t for t in self._tickets.values() if t.stage is Stage.STARTED]
-        return msgspec.structs.replace(standing, unfinished=dict(Counter(self._deadline(t) for t in started)))
+        return msgspec.structs.replace(
+            standing, unfinished=dict(Counter(self._outstanding.deadline(t) for t in started))
+        )
 
     patch.setattr(Ledger, "contribute", forgetful)
     without_credit_check(patch)
@@ -60,7 +65,7 @@ def local_caps(share: Callable[[int, int], int]) -> Patch:
     def apply(patch: pytest.MonkeyPatch) -> None:
         without_credit_check(patch)
         keep_credits(patch)
-        patch.setattr(Ledger, "_deal", lambda self, credits: None)
+        patch.setattr(Credits, "deal", lambda self, credits: None)
         contribute = Ledger.contribute
 
         def capped(self: Ledger, escrow: bool) -> Standing:
@@ -68,7 +73,7 @@ def local_caps(share: Callable[[int, int], int]) -> Patch:
             return contribute(self, False)
 
         def refill(self: Ledger) -> None:
-            self.credits = share(self.spec.credits, self.ledgers) - len(self._tickets)
+            self._credits.free = share(self.spec.credits, self.ledgers) - len(self._tickets)
 
         patch.setattr(Ledger, "contribute", capped)
 
@@ -83,14 +88,14 @@ def static_caps(patch: pytest.MonkeyPatch) -> None:
     """A trained group's credit stays with its ledger."""
     keep_credits(patch)
     without_credit_check(patch)
-    deal, end_step = Ledger._deal, Ledger.end_step
+    deal, end_step = Credits.deal, Ledger.end_step
 
     def own(self: Ledger, trained: int, published: bool) -> None:
-        before = self._trained
-        patch.setattr(Ledger, "_deal", lambda self, credits: None)
+        before = self._totals.trained
+        patch.setattr(Credits, "deal", lambda self, credits: None)
         end_step(self, trained, published)
-        patch.setattr(Ledger, "_deal", deal)
-        self.credits += self._trained - before
+        patch.setattr(Credits, "deal", deal)
+        self._credits.free += self._totals.trained - before
 
     patch.setattr(Ledger, "end_step", own)
 
@@ -155,8 +160,8 @@ def end_of_data_judged_by_each(patch: pytest.MonkeyPatch) -> None:
 def resume_without_readmission(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LedgerState, "readmit", lambda self, spec: self)
     without_credit_check(patch)
-    deal = Ledger._deal
-    patch.setattr(Ledger, "_deal", lambda self, credits: deal(self, max(0, credits)))
+    deal = Credits.deal
+    patch.setattr(Credits, "deal", lambda self, credits: deal(self, max(0, credits)))
 
 
 def youngest_first(patch: pytest.MonkeyPatch) -> None:
@@ -200,8 +205,7 @@ def failed_keep_their_credit(patch: pytest.MonkeyPatch) -> None:
     """A failed group keeps its credit."""
 
     def settle(self: Ledger, ticket: Ticket) -> None:
-        del self._tickets[ticket.number]
-        self._tally(ticket, -1)
+        self._outstanding.remove(ticket)
 
     patch.setattr(Ledger, "_settle", settle)
     without_credit_check(patch)
@@ -228,7 +232,7 @@ def cut_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def cut_is_not_sent(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ledger, "take_overdue", lambda self: {})
+    patch.setattr(Notices, "take_overdue", lambda self: {})
 
 
 def mask_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -270,7 +274,7 @@ def filtered_keep_their_credit(patch: pytest.MonkeyPatch) -> None:
 
     def keeping(self: Ledger, ticket: Ticket, reason: str) -> None:
         drop(self, ticket, reason)
-        self.credits -= reason == NO_VARIANCE
+        self._credits.free -= reason == NO_VARIANCE
 
     patch.setattr(Ledger, "_drop", keeping)
     without_credit_check(patch)
@@ -295,7 +299,7 @@ def grant_to_the_absent(patch: pytest.MonkeyPatch) -> None:
     """A generator that is taken for lost is granted tickets as before."""
 
     def trusting(self: Ledger, generator: int, room: int) -> None:
-        self._parked[generator] = self._parked.get(generator, 0) + room
+        self.asks.parked[generator] = self.asks.parked.get(generator, 0) + room
 
     patch.setattr(Ledger, "ask", trusting)
 
@@ -328,7 +332,7 @@ def first_in_first_out(patch: pytest.MonkeyPatch) -> None:
         waiting = [n for n in queue if n in tickets and tickets[n].stage is Stage.FINISHED]
         if len(waiting) < size or self._contributed is not Phase.FORMING or self.ledger.step == self.spec.steps:
             return decide(self, standings)
-        return Decision([dict(Counter(self.ledger._deadline(tickets[n]) for n in waiting[:size]))])
+        return Decision([dict(Counter(self.ledger._outstanding.deadline(tickets[n]) for n in waiting[:size]))])
 
     patch.setattr(Ledger, "finished", noting)
     patch.setattr(LedgerNode, "_decide", first)

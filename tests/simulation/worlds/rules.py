@@ -18,7 +18,8 @@ from math import ceil, floor
 from typing import TYPE_CHECKING
 
 from headrace.comm.messages import Ask, Cut, Forgotten, Grants, Message, Redirect
-from headrace.ranks.node import LedgerNode, Phase
+from headrace.ranks.contribution import Phase
+from headrace.ranks.node import LedgerNode
 from headrace.ranks.tickets import NO_VARIANCE, OVERDUE, FormedGroup, FormedStep
 from worlds.generators import PROMPT_TOKENS, Group
 from worlds.setup import expect
@@ -87,7 +88,7 @@ class Rules:
         before, self._outstanding[i] = self._outstanding[i], set(ledger._tickets)
         gone = before - self._outstanding[i]
         if gone:
-            self._end(i, gone - {number for number, _ in ledger._returned})
+            self._end(i, gone - {number for number, _ in ledger._numbers.returned})
 
     def _end(self, i: int, gone: set[int]) -> None:
         trained = {ticket for ticket in gone if ticket in self._done}
@@ -125,7 +126,7 @@ class Rules:
         rounds = {(node._rounds.round, node._rounds.idle) for node in self._world.nodes}
         if len({ledger.step for ledger in ledgers}) > 1 or len(rounds) > 1 or not rounds.pop()[1]:
             return
-        found = sum(ledger.credits + ledger._escrow + len(ledger._tickets) for ledger in ledgers)
+        found = sum(ledger.credits + ledger._credits.escrow + len(ledger._tickets) for ledger in ledgers)
         spec, step = self._world.spec, ledgers[0].step
         expected = max(0, min(self._credits, (spec.steps - step) * spec.groups_per_step))
         expect(found + ledgers[0].standing().undealt == expected, f"{found} credits and outstanding, not {expected}")
@@ -133,8 +134,8 @@ class Rules:
     def _check_asks(self) -> None:
         asked: Counter[int] = Counter()
         for node in self._world.nodes:
-            asked.update(node.ledger._parked)
-            asked.update(node.ledger._absent)
+            asked.update(node.ledger.asks.parked)
+            asked.update(node.ledger.asks.absent)
         for pair, queue in self._world.channels.items():
             for message in queue:
                 if type(message) in ASKS:
@@ -164,7 +165,7 @@ class Rules:
         """Whether a ticket of this deadline held up the step in the last round: it is due by this step, which would be
         whole with all that are due; or, once the step has taken its groups, all finished, too many others are due by
         some deadline not before that."""
-        size, standings = node.spec.groups_per_step, node._watch.standings
+        size, standings = node.spec.groups_per_step, node._pace.standings
         step = standings[0].step
         finished = sorted(d for s in standings for d, n in s.finished.items() for _ in range(n))
         unfinished = [d for s in standings for d, n in s.unfinished.items() for _ in range(n)]

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from headrace.comm.messages import Grants, Late, Message, Progress
-from headrace.ranks.node import SLOWEST_ROUND_S
+from headrace.ranks.outstanding import Ticket
+from headrace.ranks.pace import SLOWEST_ROUND_S
 from worlds.generators import Generator, Key, Run
 from worlds.setup import Setup
 from worlds.world import World
@@ -47,8 +48,8 @@ class SmallWorld(World):
             super().do(more)
         self.saved.clear()
         for node in self.nodes:
-            node.ledger._superseded = 0
-            node.ledger._tickets = dict(sorted(node.ledger._tickets.items()))  # or the same state has many keys
+            node.ledger._totals.superseded = 0
+            _sort(node.ledger._tickets)  # or the same state has many keys
 
     def tick(self, i: int) -> None:
         self.now += 2 * SLOWEST_ROUND_S
@@ -120,3 +121,9 @@ class SmallGenerator(Generator):
 
     def _versions_from(self, oldest: int) -> list[int]:
         return [version for version in self.versions if version >= oldest]
+
+
+def _sort(tickets: dict[int, Ticket]) -> None:
+    in_order = sorted(tickets.items())
+    tickets.clear()
+    tickets.update(in_order)

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from headrace.comm.messages import Message, RoundPart
+from headrace.ranks.contribution import Contribution, Phase
 from headrace.ranks.ledger import Ledger
-from headrace.ranks.node import Contribution, LedgerNode, Phase
+from headrace.ranks.node import LedgerNode
 from headrace.ranks.rounds import Rounds
 from headrace.ranks.tickets import LedgerSpec
 from worlds.generators import Generator, Key
@@ -63,23 +64,19 @@ def thaw(frozen: bytes) -> World:
 
 # Keys
 
-SAME_FOR_ALL = {"spec", "index", "ledgers", "_ranks", "_index_of", "_generators", "_send", "_oldest", "_most_credits"}
+SAME_FOR_ALL = {"spec", "index", "ledgers", "_ranks", "_index_of", "_generators", "_send"}
+SAME_CREDITS = {"_spec", "_index", "_ledgers", "_most"}
 ONLY_REPORTED = {
     "counters",
     "_counts",
     "_failures",
-    "_issued",
-    "_trained",
-    "_failed",
-    "_dropped",
-    "_superseded",
+    "_totals",
     "_saved",
 }
-FOLLOWS = {"_finished", "_unfinished"}
-PACE = {"_urgent", "_watch", "_heard", "_told", "_told_credits", "_told_lack", "_began", "_step_began", "_step_s"}
-MORE_PACE = {"_step_ended", "changes"}
+FOLLOWS = {"_outstanding"}  # from `_tickets`
+PACE = {"_pace", "changes"}
 """When the next round begins; here it may begin at any time."""
-LEFT_OUT = SAME_FOR_ALL | ONLY_REPORTED | FOLLOWS | PACE | MORE_PACE
+LEFT_OUT = SAME_FOR_ALL | SAME_CREDITS | ONLY_REPORTED | FOLLOWS | PACE
 
 
 def key_of(world: World) -> bytes:
@@ -118,9 +115,11 @@ def _node(node: LedgerNode, rounds: int) -> dict[str, Any]:
 
 def _ledger(ledger: Ledger) -> dict[str, Any]:
     kept = {name: value for name, value in ledger.__dict__.items() if name not in LEFT_OUT}
-    kept["_parked"] = list(ledger._parked.items())  # in this order they take turns
-    kept["_absent"] = list(ledger._absent.items())
-    kept["_returned"] = sorted(ledger._returned)
+    asks, numbers, credits = ledger.asks, ledger._numbers, ledger._credits
+    kept["asks"] = list(asks.parked.items()), list(asks.absent.items())  # in this order they take turns
+    kept["_numbers"] = numbers.fresh, sorted(numbers.returned)
+    kept["_credits"] = {name: value for name, value in credits.__dict__.items() if name not in LEFT_OUT}
+    kept["notices"] = ledger.notices.dropped, ledger.notices.overdue
     return kept
 
 
