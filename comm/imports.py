@@ -51,7 +51,7 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
 
 def error_in_short(error: BaseException) -> str:
     """An error of a user's code in one line: its type, its message, and where it was raised."""
-    message = " ".join(str(error).split())
+    message = " ".join(_message(error).split())
     if isinstance(error, HeadraceError):
         return message
     told = f"{type(error).__name__}: {message}"
@@ -60,6 +60,14 @@ def error_in_short(error: BaseException) -> str:
     if isinstance(error, SyntaxError) or not places:  # a SyntaxError tells its place itself
         return told
     return f"{told} ({places[-1].filename}, line {places[-1].lineno})"
+
+
+def _message(error: BaseException) -> str:
+    """What an error says; half characters, which can't be written anywhere, as their numbers."""
+    try:
+        return str(error).encode(errors="backslashreplace").decode()
+    except Exception as second:
+        return f"(its own text can't be made: {type(second).__name__})"
 
 
 def _load_file(file: Path) -> ModuleType:

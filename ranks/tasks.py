@@ -5,6 +5,7 @@ Every rank maps a ticket number to the same task (`ranks.order`), so a number is
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -175,7 +176,7 @@ class _Example(msgspec.Struct):
 
 def _lines(file: Path) -> list[bytes]:
     try:
-        lines = file.read_bytes().splitlines()
+        lines = file.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise DataError(f"train.warm_start.file: {file} can't be read: {error.strerror}.") from None
     if not lines:

@@ -144,26 +144,38 @@ def read_jsonl(file: Path) -> list[Task]:
     Raises:
         DataError: the file can't be read or is empty, or a line is broken (its number is told).
     """
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.file: {file} can't be read: {error}.") from error
+    lines = _read(file).split("\n")
     tasks = [_parse_line(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not tasks:
         raise DataError(f"data.file: {file} holds no tasks.")
     return tasks
 
 
+def _read(file: Path) -> str:
+    """Text in UTF-8, with or without the mark that some editors put before it."""
+    try:
+        return (data := file.read_bytes()).decode("utf-8-sig")
+    except OSError as error:
+        raise DataError(f"data.file: {file} can't be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{file}, line {number}: this isn't UTF-8 text ({error.reason}). Convert the file.") from None
+
+
 def _parse_line(line: str, where: str) -> Task:
     try:
         record = json.loads(line)
+        if "\\ud" in line.lower():
+            json.dumps(record, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: this isn't JSON ({error.msg}, column {error.colno}).") from None
+    except UnicodeEncodeError:
+        raise DataError(f"{where}: there is half a character, \\ud800 to \\udfff without its partner.") from None
     if not isinstance(record, dict) or "prompt" not in record:
         raise DataError(f'{where}: there is no "prompt". Every line is an object such as {{"prompt": "2+3=", …}}.')
     prompt = record.pop("prompt")
     if not _is_question(prompt):
-        raise DataError(f"{where}: the prompt is neither a text nor a list of messages with role and content.")
+        raise DataError(f"{where}: the prompt must be a text, or a list of messages with role and content, not empty.")
     answer = record.pop("answer", None)
     return Task(prompt, None if answer is None else str(answer), record)
 

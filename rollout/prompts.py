@@ -44,8 +44,10 @@ class PromptEncoder:
         """The prompt of a task as int32 [P], P ≥ 1, ready to be continued.
 
         Raises:
-            DataError: empty, too long for context − max_tokens, or with characters the tokenizer has no token for.
+            DataError: empty, too long for context − max_tokens, with characters the tokenizer has no token for, or no
+                Unicode text.
         """
+        _check_unicode(task)
         ids = self._chat_ids(task) if self._data.chat else self._plain_ids(task)
         if not ids:
             raise DataError(f"the prompt of the task {_first_words(task)} has no tokens.")
@@ -156,6 +158,15 @@ def _configured_ends(*files: Path) -> set[int]:
             value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
             ends.update(value if isinstance(value, list) else [] if value is None else [value])
     return ends
+
+
+def _check_unicode(task: Task) -> None:
+    texts = [task.question] if isinstance(task.question, str) else [m["content"] for m in task.question]
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise DataError(f"the prompt of the task {_first_words(task)} has half a character in it, {half!r}.") from None
 
 
 def _first_words(task: Task) -> str:

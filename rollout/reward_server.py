@@ -372,7 +372,7 @@ def finite(value: Any) -> float | None:
 
 def shown(value: Any) -> str:
     try:
-        text = repr(value)
+        text = repr(value).encode(errors="backslashreplace").decode()
     except Exception:
         text = f"a {type(value).__name__}"
     return text if len(text) <= 200 else f"{text[:200]}… ({len(text)} characters)"
@@ -380,7 +380,8 @@ def shown(value: Any) -> str:
 
 def told_whole(error: BaseException) -> str:
     """One line that says it all, then the end of the traceback, where the error is."""
-    trace = "".join(traceback.format_exception(error)).strip()
+    whole = "".join(traceback.format_exception(error)).strip()
+    trace = whole.encode(errors="backslashreplace").decode()  # half characters can't be sent
     return f"{error_in_short(error)[:LINE_CHARACTERS]}\n{trace[-ERROR_CHARACTERS:]}"
 
 

@@ -263,12 +263,14 @@ def test_a_file_gives_prompts_answers_and_fields_and_keeps_its_last_lines(tmp_pa
     ("line", "words"),
     [
         ('{"prompt": "a"', "isn't JSON"),
+        ('{"prompt": "a\\udc00"}', "half a character"),
+        ('{"prompt": "a", "hint": ["\\uD83D x"]}', "half a character"),
         ("[1]", 'no "prompt"'),
         ('{"promt": "a"}', 'no "prompt"'),
-        ('{"prompt": 5}', "neither a text nor"),
-        ('{"prompt": ""}', "neither a text nor"),
-        ('{"prompt": []}', "neither a text nor"),
-        ('{"prompt": [{"role": "user"}]}', "neither a text nor"),
+        ('{"prompt": 5}', "must be a text, or a list of messages .*, not empty"),
+        ('{"prompt": ""}', "must be a text, or a list of messages .*, not empty"),
+        ('{"prompt": []}', "must be a text, or a list of messages .*, not empty"),
+        ('{"prompt": [{"role": "user"}]}', "must be a text, or a list of messages .*, not empty"),
     ],
 )
 def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path, line: str, words: str) -> None:
@@ -278,13 +280,19 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path, line: str, wo
 
 
 def test_an_empty_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xe4"}\n')
     (tmp_path / "empty.jsonl").write_text("\n \n")
     with pytest.raises(DataError, match="holds no tasks"):
         read_jsonl(tmp_path / "empty.jsonl")
-    for name in ("missing.jsonl", "binary.jsonl"):
-        with pytest.raises(DataError, match=f"{name} can't be read"):
-            read_jsonl(tmp_path / name)
+    with pytest.raises(DataError, match=r"latin\.jsonl, line 2: this isn't UTF-8 text"):
+        read_jsonl(tmp_path / "latin.jsonl")
+    with pytest.raises(DataError, match=r"missing\.jsonl can't be read: No such file"):
+        read_jsonl(tmp_path / "missing.jsonl")
+
+
+def test_a_file_of_an_editor_that_marks_utf_8_is_read(tmp_path: Path) -> None:
+    (tmp_path / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "\\ud83d\\ude00"}\r\n')
+    assert read_jsonl(tmp_path / "marked.jsonl") == [Task("😀")]
 
 
 EXAMPLE = "examples/my_environment.py"

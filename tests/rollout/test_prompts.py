@@ -117,6 +117,13 @@ def test_characters_without_a_token_are_named(tiny_folder: Path) -> None:
         encoder(tiny_folder, context=64, chat=False).encode(Task("1^2?"))
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_is_no_text_is_refused(byte_folder: Path, chat: bool) -> None:
+    question = [{"role": "user", "content": "ab\ud800"}] if chat else "ab\ud800"
+    with pytest.raises(DataError, match=r"the prompt of the task 'ab\\ud800' has half a character in it, '\\ud800'"):
+        encoder(byte_folder, chat=chat).encode(Task(question))
+
+
 def test_an_empty_prompt_is_refused(tiny_folder: Path) -> None:
     with pytest.raises(DataError, match="no tokens"):
         encoder(tiny_folder, context=64, chat=False).encode(Task(""))

@@ -32,6 +32,8 @@ def reward(task, text):
     match text.split(":")[0]:
         case "hang": time.sleep(1000)
         case "raise": raise ValueError("no verdict on this")
+        case "half": raise ValueError("half a character, " + chr(0xd800))
+        case "mute": raise Mute
         case "exit": sys.exit(3)
         case "none": return None
         case "nan": return float("nan")
@@ -54,6 +56,10 @@ def reward(task, text):
             Path(text.split(":", 1)[1]).write_text(f"{os.getpid()} {child.pid}")
             time.sleep(1000)
     return len(text)
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("nothing to say")
 '''
 
 
@@ -122,6 +128,8 @@ def test_many_answers_are_scored_once_each_after_extraction(make_pool: Callable[
     ("text", "reason", "error"),
     [
         ("raise", "reward_raised", "ValueError: no verdict on this"),
+        ("half", "reward_raised", r"ValueError: half a character, \ud800"),
+        ("mute", "reward_raised", "Mute: (its own text can't be made: RuntimeError)"),
         ("exit", "reward_raised", "SystemExit: 3"),
         ("none", "reward_invalid", "None"),
         ("nan", "reward_invalid", "nan"),
