@@ -181,7 +181,8 @@ class CheckpointConfig(Section):
     """Keep what is generated, and which groups every step trains, in the folder `archive` of the run until a checkpoint
     covers it. A run that goes on after a crash then repeats its steps since the checkpoint with the same groups, and
     generates nothing again that was finished. Without it these groups are generated anew. It takes about 13 bytes per
-    token of all groups since the last checkpoint, so with `every: 0` of the whole run."""
+    token of all groups since the last checkpoint. While there is none yet, only groups that wait to be trained are
+    kept: after a crash the run begins anew."""
 
 
 class JobConfig(Section):

@@ -106,7 +106,7 @@ class JournalWriter:
 
     def trained(self, step: int, groups: Sequence[FormedGroup], reports: Sequence[StepReport]) -> None:
         """A step has ended on all ledgers; `reports` by their index."""
-        self._submit(lambda: self._append(Trained(step, list(groups), [_state(report) for report in reports])))
+        self._submit(lambda: self._append(Trained(step, list(groups), [state_of(report) for report in reports])))
 
     def covered(self, step: int) -> None:
         """A durable checkpoint holds the first `step` optimizer steps: they needn't be repeated."""
@@ -155,5 +155,6 @@ class JournalWriter:
         self._works = error is None
 
 
-def _state(report: StepReport) -> LedgerState:
+def state_of(report: StepReport) -> LedgerState:
+    """The ledger after the step."""
     return msgspec.msgpack.decode(report.ledger, type=LedgerState)

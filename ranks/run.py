@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace.comm.columns import make_group
 from headrace.comm.exchange import ExchangeConsumer, ExchangeOwner, SampleStore
-from headrace.comm.messages import EvalResult, Evaluating
+from headrace.comm.messages import EvalResult, Evaluating, StepReport
 from headrace.comm.service import Service
 from headrace.comm.transport import Received, Transport
 from headrace.comm.weights import Publisher, Subscriber
@@ -27,7 +27,7 @@ from headrace.ranks.failed_groups import FailedGroups, failure_limit
 from headrace.ranks.generator import GeneratorDesk, GeneratorLoop
 from headrace.ranks.groups import Group
 from headrace.ranks.heartbeat import Heartbeats, MainState
-from headrace.ranks.journal import JournalWriter
+from headrace.ranks.journal import JournalWriter, state_of
 from headrace.ranks.learner import Learner
 from headrace.ranks.metrics import MetricsFile, MetricsGatherer
 from headrace.ranks.node import LedgerNode
@@ -212,6 +212,8 @@ class TrainerRank:
         self._publisher = publisher
         self._restored = restored
         self._journal = journal
+        self._has_checkpoint = rank.start_step > 0
+        """Whether there is one to go on from."""
         transport, roles = rank.transport, rank.roles
         generators = list(roles.generators)
         self._node = LedgerNode(spec, rank.index, list(roles.trainers), generators, transport.send, restored.ledger)
@@ -226,7 +228,7 @@ class TrainerRank:
         rank, step = self._rank, self._restored.step
         leader = LeaderDesk(MetricsGatherer(MetricsFile(rank.folder, step), len(rank.roles.trainers), step))
         if self._journal is not None:
-            leader.metrics.on_written = self._journal.trained
+            leader.metrics.on_written = self._settle
         evaluations = EvaluationFile(rank.folder, step)
         leader.on_evaluation = lambda label: _write_evaluation(rank, leader, evaluations, label)
         return leader
@@ -314,11 +316,24 @@ class TrainerRank:
         metrics = self._leader.metrics
         self.courier.submit(lambda: metrics.record(step, line, groups))
 
+    def _settle(self, step: int, groups: Sequence[FormedGroup], reports: Sequence[StepReport]) -> None:
+        """In the courier of trainer 0: a step has ended on all ledgers. Until there is a checkpoint nobody can train it
+        again, so that its groups needn't be kept."""
+        assert self._journal is not None
+        if self._has_checkpoint:
+            self._journal.trained(step, groups, reports)
+        else:
+            self._release([state_of(report) for report in reports])
+
     def _cover(self, step: int, states: list[LedgerState]) -> None:
         """A checkpoint is durable: journal and archive needn't hold what it has settled."""
-        if self._journal is None:
-            return
-        self._journal.covered(step)
+        if self._journal is not None:
+            self._has_checkpoint = True
+            self._journal.covered(step)
+            self._release(states)
+
+    def _release(self, states: list[LedgerState]) -> None:
+        """Tell the generators that what is settled here isn't needed any more."""
         covered = covered_by(states)
         for generator in self._rank.roles.generators:
             self.courier.submit(lambda target=generator: self.courier.transport.send(target, covered))  # type: ignore[misc]

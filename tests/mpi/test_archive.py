@@ -143,3 +143,15 @@ def test_without_an_archive_groups_are_generated_anew(tmp_path):
     metrics, _ = run_job(job, tmp_path, "--resume")
     check_books(metrics, 2)
     assert metrics[-1]["tickets/trained"] == STEPS * GROUPS
+
+
+def test_until_there_is_a_checkpoint_trained_groups_are_not_kept(tmp_path):
+    job = config(1, train_s=0.1)
+    job["checkpoint"]["every"] = 0
+    process = start_job(job, tmp_path)
+    kill_after(process, tmp_path, 20, 2)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == KILLED, output
+    kept = archived(tmp_path)
+    assert 0 < len(kept) < 60, "of 80 and more: those that wait, and those of the last moment"
+    assert read_journal(tmp_path / "runs/job/archive/journal.jsonl").steps == {}
