@@ -196,6 +196,11 @@ def checkpoints(run: Path) -> dict[int, Path]:
     return {step: store.path(step) for step in store.steps()}
 
 
+def damaged_checkpoints(run: Path) -> list[Path]:
+    """The folders of checkpoints that aren't whole, apart from those that a job was writing when it ended."""
+    return CheckpointStore(run / "checkpoints", keep=1).damaged()
+
+
 def steps_done(run: Path) -> int:
     """The step of the newest whole checkpoint, from which a resumed run goes on; 0 if there is none."""
     return max(checkpoints(run), default=0)

@@ -28,6 +28,7 @@ from headrace.launcher.runfolder import (
     Attempt,
     begin_again,
     begin_attempt,
+    damaged_checkpoints,
     steps_done,
     write_job,
     writing,
@@ -80,6 +81,8 @@ def begin(config: Config) -> tuple[Config, Attempt, int]:
     with writing(attempt.run):
         record_launcher(attempt.folder)
     done = steps_done(attempt.run)
+    for folder in damaged_checkpoints(attempt.run):
+        print(f"the checkpoint {folder} isn't whole and is passed over: its marker or a file is missing or damaged")
     if attempt.number > 1 and not done:
         print("no checkpoint was written yet: starting from the beginning")
         begin_again(attempt)

@@ -8,6 +8,7 @@ all of a step there → one object in metrics.jsonl, the same scalars in TensorB
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -58,15 +59,29 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Drop the lines that aren't wanted, and one without its end, from a file of JSON objects, if there is one."""
+    """Drop the lines that aren't wanted, and one without its end, from a file of JSON objects, if there is one. A line
+    that holds none, as after a crash of the machine, is named and dropped: such a file tells of the run, but the run
+    doesn't need it."""
     if not path.exists():
         return
-    # Only "\n" ends a line: texts may hold other characters that str.splitlines would split at.
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    kept = [line + "\n" for line in lines if wanted(json.loads(line))]
+    kept = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        row = _object(line)
+        if row is None:
+            print(f"{path}, line {number} isn't what was written; it is dropped.", file=sys.stderr, flush=True)
+        elif wanted(row):
+            kept.append(line + b"\n")
     temporary = path.with_suffix(".writing")
-    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.write_bytes(b"".join(kept))
     temporary.replace(path)
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
 
 
 @dataclass(slots=True)

@@ -53,6 +53,11 @@ class CheckpointStore:
         found = self.folder.glob("step_*") if self.folder.exists() else []
         return sorted(int(path.name[5:]) for path in found if path.name[5:].isdigit() and is_whole(path))
 
+    def damaged(self) -> list[Path]:
+        """Those that look whole but aren't: their marker or a file was lost, or they were renamed when the job died."""
+        found = self.folder.glob("step_*") if self.folder.exists() else []
+        return sorted(path for path in found if path.name[5:].isdigit() and not is_whole(path))
+
     def latest(self) -> Path | None:
         """The newest whole checkpoint. Changes nothing, so any rank may ask at any time outside a save."""
         steps = self.steps()
@@ -111,9 +116,10 @@ class CheckpointStore:
 
 def is_whole(checkpoint: Path) -> bool:
     """Whether the marker is there and every file has the size it says."""
-    if not (checkpoint / MARKER).is_file():
+    try:
+        records = _read_marker(checkpoint)
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
         return False
-    records = _read_marker(checkpoint)
     return all((checkpoint / name).is_file() for name in records) and all(
         (checkpoint / name).stat().st_size == record.size for name, record in records.items()
     )

@@ -141,7 +141,7 @@ def test_a_slurm_that_fails_is_an_error_of_one_paragraph(run: Path, tmp_path: Pa
 
 
 def test_a_file_that_cannot_be_read_does_not_hide_the_other_runs(run: Path) -> None:
-    (run / "metrics.jsonl").write_text("{broken\n")
+    (run / "attempt_02" / "outcome.json").write_text("{broken")
     assert read_status(run).state == "unreadable"
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from headrace.comm.errors import HeadraceError
-from headrace.launcher.metrics import MetricsTail, read_rows
+from headrace.launcher.metrics import MetricsTail, last_rows, read_rows
 from headrace.launcher.plots import learning_curve, moving_average
 from headrace.launcher.view import Clock, LiveView, PlainView, duration, make_view
 
@@ -50,6 +50,14 @@ def test_a_line_counts_once_it_is_whole(tmp_path: Path) -> None:
     assert tail.new_rows() == [{"step": 2}]
     assert tail.new_rows() == []
     assert read_rows(file) == [{"step": 1}, {"step": 2}]
+
+
+@pytest.mark.parametrize("garbage", [b"\0" * 100, b'{"step": 1, "te', b"[1]", b"\xff\xfe", b""])
+def test_a_line_that_a_crash_of_the_machine_has_garbled_is_passed_over(tmp_path: Path, garbage: bytes) -> None:
+    file = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(file)
+    file.write_bytes(b'{"step": 1}\n' + garbage + b'\n{"step": 2}\n')
+    assert tail.new_rows() == read_rows(file) == last_rows(file) == [{"step": 1}, {"step": 2}]
 
 
 @pytest.mark.parametrize("appended", [0, 1, 10])

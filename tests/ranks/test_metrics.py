@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from headrace.comm.messages import GeneratorCounters, StepReport
 from headrace.ranks.metrics import MetricsFile, MetricsGatherer, cut_after
 
@@ -47,3 +49,12 @@ def test_a_resume_keeps_the_lines_up_to_its_step_and_drops_a_half_one(tmp_path):
     path.write_text("\n".join([*whole, '{"step": 3, "te']), encoding="utf-8")
     cut_after(path, 2)
     assert path.read_text(encoding="utf-8") == "\n".join(whole[:2]) + "\n"
+
+
+@pytest.mark.parametrize("garbage", [b"\0" * 100, b'{"step": 1, "te', b"[1]", b"\xff\xfe", b""])
+def test_a_line_that_a_crash_of_the_machine_has_garbled_is_named_and_dropped(tmp_path, capfd, garbage):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + garbage + b'\n{"step": 2}\n')
+    cut_after(path, 5)
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    assert f"{path}, line 2 isn't what was written" in capfd.readouterr().err

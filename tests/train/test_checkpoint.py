@@ -136,17 +136,25 @@ def test_the_old_one_goes_only_after_the_new_one_is_whole(tmp_path: Path, monkey
     assert seen == [True]
 
 
-@pytest.mark.parametrize("damage", ["shorter", "missing", "no marker"])
+@pytest.mark.parametrize("damage", ["shorter", "missing", "no marker", "empty marker", "garbled marker"])
 def test_a_checkpoint_that_isnt_whole_is_passed_over(tmp_path: Path, damage: str) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     save(store, 1)
     newest = save(store, 2)
-    victim = newest / (MARKER if damage == "no marker" else "other_1.bin")
-    if damage == "shorter":
-        victim.write_bytes(victim.read_bytes()[:-1])
-    else:
-        victim.unlink()
+    victim = newest / (MARKER if "marker" in damage else "other_1.bin")
+    match damage:
+        case "shorter":
+            victim.write_bytes(victim.read_bytes()[:-1])
+        case "empty marker":
+            victim.write_bytes(b"")
+        case "garbled marker":
+            victim.write_bytes(b'{"other_1.bin": 3}')
+        case _:
+            victim.unlink()
     assert store.latest() == store.path(1)
+    assert store.damaged() == [newest]
+    store.begin(3)
+    assert store.damaged() == [], "what a job was writing when it ended isn't one"
 
 
 def test_a_changed_byte_is_found_when_the_state_is_read(tmp_path: Path) -> None:
