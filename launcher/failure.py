@@ -71,9 +71,9 @@ def first_failure(
 ) -> Failure:
     """What failed first: the rank that a signal ended without a word, or the earliest error that a rank wrote down.
 
-    A rank that reports an error aborts the others, which then die without a word, perhaps before itself; so the silent
-    ones count first only if a signal, not an abort, gave the job its status; and among them one that crashed before
-    those that were killed.
+    Under srun the lifelines tell. Otherwise a rank that reports an error aborts the others, which then die without a
+    word, perhaps before itself; so the silent ones count first only if a signal, not an abort, gave the job its status;
+    and among them one that crashed before those that were killed.
 
     Args:
         deaths: the ranks in the order in which they ended, as far as it is known.
@@ -109,6 +109,8 @@ def first_failure(
 def _suspects(attempt: Attempt, status: int, deaths: Sequence[int], told: Sequence[Report]) -> list[int]:
     """The ranks that may have failed first, likeliest first."""
     reported, own = list(_errors(attempt)), own_errors(attempt)
+    if deaths and told:
+        return list(dict.fromkeys([*(rank for rank in own if rank not in deaths), *deaths, *reported]))
     deaths = deaths or [rank for report in told for rank in report.ranks]
     silent = [rank for rank in deaths if rank not in reported]
     silent.sort(key=lambda rank: not _has_crashed(attempt.rank_log(rank)))

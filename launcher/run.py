@@ -229,7 +229,7 @@ class Job:
 
     def _outcome(self, returncode: int, watch: Lifelines) -> Outcome:
         told = in_order(self._reports(), watch.deaths)
-        if own_errors(self.attempt):  # their ranks end by a status, and others are killed for it
+        if not watch.deaths and own_errors(self.attempt):  # their ranks end by a status, and others are killed for it
             told = [report for report in told if report.status < 128] or told
         status = exit_status(returncode, self.tail, told)
         if status == 0:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from headrace.comm.errors import HeadraceError, PeerLostError, WaitLimitError
-from headrace.ranks.lifeline import hold
+from headrace.ranks.lifeline import Lifeline
 
 LAUNCHER = "launcher.json"
 """What a launcher leaves in the folder of its attempt before it starts the ranks."""
@@ -39,9 +39,8 @@ def open_log(folder: Path, rank: int) -> TextIO:
 
 
 def announce(folder: Path, rank: int) -> bool:
-    """Leave the process id, and take hold of the launcher's lifeline. Returns whether a launcher is there."""
+    """Leave the process id. Returns whether a launcher is there."""
     (folder / f"rank_{rank:03d}.pid").write_text(f"{os.getpid()}\n", encoding="utf-8")
-    hold(folder, rank)
     return (folder / f"rank_{rank:03d}.alive").is_fifo() or (folder / LAUNCHER).is_file()
 
 
@@ -53,6 +52,8 @@ class Failure:
         """Where the error is told if the file can't be written, as on a full disk, or if no launcher quotes it."""
         self.quoted = False
         """Whether a launcher shows the file to the user."""
+        self.lifeline: Lifeline | None = None
+        """Let go before the abort, by which others may die first."""
         self._file = folder / f"error_{rank:03d}.txt"
         self._lost = folder / f"lost_{rank:03d}"
         self._abort = abort
@@ -62,6 +63,8 @@ class Failure:
         with self._lock:
             text = error_text(error)
             self._tell(text, isinstance(error, PeerLostError | WaitLimitError))
+            if self.lifeline is not None:
+                self.lifeline.let_go()
             self._abort(FAILED)
             os._exit(FAILED)
 

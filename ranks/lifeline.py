@@ -3,7 +3,8 @@
     all ranks on the launcher's host   FIFO `rank_NNN.alive`, made by the launcher, opened by the rank
     ranks on several hosts             TCP connection to the launcher, which tells in `lifelines.json` where it listens
 
-Nothing is sent by it but the rank's number at the start. The kernel closes it while the process dies, of whatever.
+Nothing is sent by it but the rank's number at the start. The kernel closes it while the process dies, of whatever. A
+rank that fails closes it before it aborts the others.
 """
 
 from __future__ import annotations
@@ -36,33 +37,42 @@ class Offer(msgspec.Struct, frozen=True):
         return f"{self.token} {rank}\n".encode()
 
 
-def hold(folder: Path, rank: int) -> None:
-    """Take hold of whatever the launcher has put there for this rank, until the process ends."""
-    alive = folder / f"rank_{rank:03d}.alive"
-    if alive.is_fifo():
-        os.open(alive, os.O_RDWR)  # for reading too, so that it never blocks
-    elif (folder / OFFER).is_file():
-        offer = msgspec.json.decode((folder / OFFER).read_bytes(), type=Offer)
-        threading.Thread(target=_connect, args=(offer, rank), name="lifeline", daemon=True).start()
+class Lifeline:
+    """A rank's hold on whatever the launcher has put into the folder of the attempt for it."""
 
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._held: int | None = None
+        """File descriptor; none while there is no connection."""
+        alive = folder / f"rank_{rank:03d}.alive"
+        if alive.is_fifo():
+            self._held = os.open(alive, os.O_RDWR)  # for reading too, so that it never blocks
+        elif (folder / OFFER).is_file():
+            offer = msgspec.json.decode((folder / OFFER).read_bytes(), type=Offer)
+            threading.Thread(target=self._connect, args=(offer, rank), name="lifeline", daemon=True).start()
 
-def _connect(offer: Offer, rank: int) -> None:
-    """The start needn't wait for it, and without it just the naming of a dead rank may be off."""
-    complaints = []
-    for address in offer.addresses:
-        try:
-            connection = socket.create_connection((address, offer.port), CONNECT_S)
-            connection.sendall(offer.greeting(rank))
-            welcome = connection.recv(1)
-        except OSError as error:
-            complaints.append(f"{address}: {error}")
-            continue
-        if welcome == WELCOME:
-            connection.detach()  # it stays open until the process ends
-            return
-        complaints.append(f"{address}: another program listens there")
-    print(
-        f"The launcher can't be reached ({'; '.join(complaints)}): should this rank die, it may name another.",
-        file=sys.stderr,
-        flush=True,
-    )
+    def let_go(self) -> None:
+        """Tell the launcher that this rank is about to end, before it has the others ended."""
+        held, self._held = self._held, None
+        if held is not None:
+            os.close(held)
+
+    def _connect(self, offer: Offer, rank: int) -> None:
+        """The start needn't wait for it, and without it just the naming of a dead rank may be off."""
+        complaints = []
+        for address in offer.addresses:
+            try:
+                connection = socket.create_connection((address, offer.port), CONNECT_S)
+                connection.sendall(offer.greeting(rank))
+                welcome = connection.recv(1)
+            except OSError as error:
+                complaints.append(f"{address}: {error}")
+                continue
+            if welcome == WELCOME:
+                self._held = connection.detach()
+                return
+            complaints.append(f"{address}: another program listens there")
+        print(
+            f"The launcher can't be reached ({'; '.join(complaints)}): should this rank die, it may name another.",
+            file=sys.stderr,
+            flush=True,
+        )

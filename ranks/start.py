@@ -35,6 +35,7 @@ from headrace.ranks.build import build_generator, build_trainer, launch_of, link
 from headrace.ranks.config import JobConfig
 from headrace.ranks.failure import Failure, announce, open_log
 from headrace.ranks.heartbeat import LEAVING, MainState
+from headrace.ranks.lifeline import Lifeline
 from headrace.ranks.run import Rank, run_main
 from headrace.ranks.seat import ROLE
 from headrace.ranks.startup import meet
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         attempt.mkdir(parents=True, exist_ok=True)
         fail.terminal = terminal = open_log(attempt, world.Get_rank())
         fail.quoted = announce(attempt, world.Get_rank())
+        fail.lifeline = Lifeline(attempt, world.Get_rank())
         fail.watch_threads()
         check_threads()
         check_world(world, options.ranks)

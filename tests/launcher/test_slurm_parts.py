@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 
 from headrace.comm.errors import ConfigError
 from headrace.launcher.allocation import expand, find_allocation, parse_devices, place, ranks_per_node
+from headrace.launcher.config import LaunchConfig
 from headrace.launcher.failure import first_failure
+from headrace.launcher.mpi import MpiInstallation
 from headrace.launcher.profile import SBATCH, Profile, load_profile
 from headrace.launcher.run import exit_status
 from headrace.launcher.runfolder import Attempt
 from headrace.launcher.srun_output import in_order, lost_a_node, reports
+from headrace.launcher.starter import srun_starter
 from headrace.launcher.stop import Stopped, StopRequest
 from headrace.launcher.submit import Wish, prepare, sbatch_environment
 
@@ -61,6 +64,21 @@ def test_outside_a_job_srun_is_refused_with_the_remedy() -> None:
         find_allocation({"SLURM_JOB_NODELIST": "node1"})
 
 
+def test_srun_is_told_everything_since_it_takes_the_rest_from_whatever_job_there_is(tmp_path: Path) -> None:
+    (tmp_path / "srun").touch(0o755)
+    allocation = find_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"})
+    launch = LaunchConfig(cpus_per_rank=6, srun_options=["--network=x"])
+    mpi = MpiInstallation("openmpi", "openmpi", Path("prterun"), (), {})
+    starter = srun_starter(mpi, allocation, allocation.nodes, launch, {"PATH": str(tmp_path)})
+    assert starter.command(4, "name") == [
+        *(str(tmp_path / "srun"), "--job-name=name", "--nodes=2", "--ntasks-per-node=2", "--distribution=block"),
+        *("--nodelist=n1,n2", "--mpi=pmix", "--ntasks=4", "--cpus-per-task=6", "--mem=0", "--overlap", "--export=ALL"),
+        *("--kill-on-bad-exit=1", "--wait=60", "--unbuffered", "--network=x"),
+    ]
+    uneven = starter.command(3, "name")
+    assert {"--distribution=arbitrary", "--nodelist=n1,n1,n2", "--ntasks=3", "--cpus-per-task=6"} <= set(uneven)
+
+
 def test_the_first_end_that_srun_reports_gives_ranks_and_status() -> None:
     output = [
         "srun: launch/slurm: _step_signal: Terminating StepId=11.0",
@@ -91,6 +109,12 @@ def test_the_end_that_the_launcher_saw_first_counts_before_the_one_that_srun_tel
     assert first_failure(attempt, 139, [5, 0, 4], told, output).cause.startswith(
         "Rank 5 (on node3) was ended by signal"
     )
+    attempt.folder.mkdir()
+    for name, text in (("error_000.txt", "Rank 3 is silent."), ("lost_000", "")):
+        (attempt.folder / name).write_text(text)
+    lost = first_failure(attempt, 1, [0, 5, 4], told, output)
+    assert (lost.cause, lost.accident) == ("Rank 0 failed: Rank 3 is silent.", True)
+    (attempt.folder / "error_000.txt").unlink()
     told = in_order(reports(output), [])
     assert first_failure(attempt, 137, [], told, output).cause.startswith("Rank 0 or 1 (on node1) was ended")
 
