@@ -18,7 +18,7 @@ from headrace.launcher.record import Ended, record_end
 from headrace.launcher.run import STOPPED
 from headrace.launcher.runfolder import check_new, check_resume, claim_fresh, held, steps_done
 from headrace.launcher.stop import Stopped, StopRequest
-from headrace.launcher.supervise import begin, draw, supervise, told_stop
+from headrace.launcher.supervise import begin, check_memory, draw, supervise, told_stop
 from headrace.launcher.view import PlainView, ticking
 
 RANK_PROGRAM = ("-m", "headrace.ranks")
@@ -45,10 +45,17 @@ def run_until(
                 print("Set run.steps higher to go on with it.")
                 return 0
             crew = Crew(config.launch, os.environ)
+            if crew.allocation is None:
+                check_memory(config.ranks.trainers + config.ranks.generators, memory_here())
             config = prepare(config, resume, fresh, check_data_of_ranks, stack)
             return supervise(config, crew, stop, program)
         except Stopped:
             return _stopped_early(stop, 0 if fresh else steps_done(config.run.folder))
+
+
+def memory_here() -> int:
+    """Memory of this machine, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _stopped_early(stop: StopRequest, done: int) -> int:

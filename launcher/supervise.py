@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.comm.errors import HeadraceError
+from headrace.comm.errors import ConfigError, HeadraceError
 from headrace.launcher.config import Config
 from headrace.launcher.crew import Crew, seating
 from headrace.launcher.metrics import MetricsTail
@@ -38,6 +38,9 @@ from headrace.launcher.view import View, make_view
 
 CROWD = 4
 """Ranks per core that go without a warning."""
+
+BARE_RANK = 28 << 20
+"""Bytes of memory that a rank takes before it holds any model."""
 
 
 def supervise(config: Config, crew: Crew, stop: StopRequest, program: Sequence[str]) -> int:
@@ -98,6 +101,19 @@ def _with_initial_model(config: Config, run: Path) -> Config:
     folder = run / INITIAL_MODEL
     make_tiny_model(folder, config.model.tiny, config.run.seed)
     return config.model_copy(update={"model": config.model.model_copy(update={"path": folder, "tiny": None})})
+
+
+def check_memory(ranks: int, memory: int) -> None:
+    """Refuse what would only wake the kernel's hunt for memory, which may end other programs than this job.
+
+    Raises:
+        ConfigError: so many ranks can't fit into the memory of this machine, in bytes.
+    """
+    if ranks * BARE_RANK > memory:
+        raise ConfigError(
+            f"{ranks} ranks don't fit into the {memory / 2**30:.0f} GiB of memory here: each takes {BARE_RANK >> 20} "
+            "MiB before it holds any model. Choose fewer by -n, ranks.trainers and ranks.generators."
+        )
 
 
 def crowded(ranks: int, cores: int) -> str | None:

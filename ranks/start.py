@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
+from pydantic import ValidationError
 
-from headrace.comm.errors import HeadraceError, WaitLimitError
+from headrace.comm.errors import ConfigError, HeadraceError, WaitLimitError
 from headrace.comm.messages import Hello
 from headrace.comm.mpi import MpiTransport, check_threads, check_world
 from headrace.ranks.build import build_generator, build_trainer, launch_of, link, load_data, start_step_of
@@ -56,7 +57,10 @@ LEAVE_LIMIT_S = 60.0
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one rank to its end. Never returns normally when something failed: the whole job is aborted then."""
     options = _options(arguments)
-    config = read_config(options.config)
+    try:
+        config = read_config(options.config)
+    except ConfigError as error:
+        sys.exit(str(error))
     if config.rollout.engine != "latency":
         from headrace.rollout.rewards import start_reward_server
 
@@ -93,10 +97,23 @@ def _stop_on_signals() -> threading.Event:
 
 
 def read_config(path: Path) -> JobConfig:
-    """The resolved config that the launcher wrote."""
-    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    tree.pop("launch", None)
-    return JobConfig.model_validate(tree)
+    """The resolved config that the launcher wrote, or one of a user who starts the ranks by hand.
+
+    Raises:
+        ConfigError: it isn't there, or no config; `headrace config` tells more kindly what is wrong with its keys.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{path} holds no config, which has sections such as `run:` and `model:`.")
+        return JobConfig.model_validate({key: value for key, value in tree.items() if key != "launch"})
+    except OSError as error:
+        raise ConfigError(f"The config {path} can't be read: {error.strerror} (seen from {Path.cwd()}).") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} isn't YAML: {' '.join(str(error).split())}.") from None
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ConfigError(f"{path}: {wrong}. `headrace config {path}` says more.") from None
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -10,6 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 import headrace.launcher.mpi
+from headrace.launcher.__main__ import main
 from headrace.launcher.cli import app
 
 LATENCY = "run: {name: x}\nrollout: {engine: latency}\n"
@@ -171,3 +172,13 @@ def test_the_program_itself_ends_with_status_and_paragraph() -> None:
     assert result.returncode == 2
     assert result.stderr.startswith("headrace: The config nothing.yaml can't be read")
     assert "Traceback" not in result.stderr
+
+
+def test_a_ctrl_c_while_the_program_is_being_loaded_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headrace.launcher.cli.main", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130

@@ -11,8 +11,8 @@ import pytest
 from headrace.comm.errors import ConfigError
 from headrace.launcher.config import Config, validate
 from headrace.launcher.runfolder import begin_attempt
-from headrace.launcher.start import is_finished, prepare
-from headrace.launcher.supervise import crowded
+from headrace.launcher.start import is_finished, prepare, run_job
+from headrace.launcher.supervise import check_memory, crowded
 from headrace.train.checkpoint import CheckpointStore
 
 
@@ -23,6 +23,21 @@ def test_far_more_ranks_than_cores_are_warned_of_in_one_line(ranks: int, cores: 
     if warning is not None:
         assert warning.startswith(f"warning: {ranks} ranks share {cores} cores.")
         assert "\n" not in warning
+
+
+def test_more_ranks_than_fit_into_memory_are_refused() -> None:
+    check_memory(72, 24 << 30)
+    with pytest.raises(ConfigError, match="1000 ranks don't fit into the 24 GiB of memory here") as error:
+        check_memory(1000, 24 << 30)
+    assert "\n" not in str(error.value)
+
+
+def test_they_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+    wanted = validate({"run": {"dir": str(tmp_path / "run")}, "rollout": {"engine": "latency"}}, "test")
+    many = wanted.model_copy(update={"ranks": wanted.ranks.model_copy(update={"generators": 10**6})})
+    with pytest.raises(ConfigError, match="1000001 ranks don't fit"):
+        run_job(many, False, False)
+    assert not (tmp_path / "run").exists()
 
 
 def config(folder: Path, steps: int, tasks: int) -> Config:

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 from jobs import check_books, latency_config, metrics_of
 from launch import LAUNCHERS, environment
+
+from headrace.ranks.start import main
 
 BIN = Path(sys.executable).parent
 
@@ -28,3 +31,25 @@ def test_ranks_run_without_the_launcher(tmp_path):
     assert len(metrics) == 5
     check_books(metrics, 1)
     assert (tmp_path / "runs/job/attempt_00/rank_002.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "my-config.yaml can't be read: No such file"),
+        ("- a\n", "my-config.yaml holds no config"),
+        ("run: [\n", "my-config.yaml isn't YAML: while parsing"),
+        (
+            "run: {stepss: 3}\nrollout: {engine: latency}\n",
+            "run.stepss: Extra inputs are not permitted. `",
+        ),
+    ],
+)
+def test_a_mistake_in_their_config_is_one_paragraph(tmp_path, monkeypatch, text, told):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path("my-config.yaml").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["my-config.yaml"])
+    assert told in str(ended.value)
+    assert "\n" not in str(ended.value)
