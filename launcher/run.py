@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from headrace.comm.errors import HeadraceError
+from headrace.launcher.allocation import place
 from headrace.launcher.environment import rank_environment
 from headrace.launcher.failure import LAST_LINES, Failure, first_failure, own_errors
 from headrace.launcher.lifelines import Connections, Fifos, Lifelines
@@ -120,6 +121,8 @@ class Job:
     """When the first sign of a failure was seen."""
     missing: list[int] = field(default_factory=list)
     """Ranks that hadn't started MPI within the limit."""
+    absent: list[int] = field(default_factory=list)
+    """Those of them whose process hadn't even come as far as that; the others may just have waited for them."""
     _start_limit: float | None = None
     """When all ranks must have started, by the monotonic clock; None once that has been looked at."""
     _rest: bytes = b""
@@ -213,9 +216,14 @@ class Job:
         """MPI itself waits for ever for a rank that doesn't come."""
         if self._start_limit is not None and now >= self._start_limit:
             self._start_limit = None
-            files = (self.attempt.folder / f"rank_{rank:03d}.pid" for rank in range(self.order.ranks))
-            self.missing = [rank for rank, file in enumerate(files) if not file.exists()]
+            self.missing = self._without("pid")
+            self.absent = [rank for rank in self._without("here") if rank in self.missing]
             self.deadline = now if self.missing else self.deadline
+
+    def _without(self, sign: str) -> list[int]:
+        """The ranks that haven't left this file."""
+        folder = self.attempt.folder
+        return [rank for rank in range(self.order.ranks) if not (folder / f"rank_{rank:03d}.{sign}").exists()]
 
     def _failing(self) -> bool:
         ended = any("BAD TERMINATION" in line for line in self.tail) or any(self._reports())
@@ -245,8 +253,12 @@ class Job:
         return Outcome(status, failure, self.failed_at or time.monotonic())
 
     def _late(self) -> Failure:
+        named = self.absent or self.missing
+        nodes = self.order.starter.nodes
+        hosts = {place(self.order.ranks, nodes)[rank] for rank in named} if nodes else set()
+        where = f" (on {', '.join(sorted(hosts))})" if hosts else ""
         cause = (
-            f"Ranks {self.missing} of {self.order.ranks} haven't started MPI within {self.order.start_within_s:.0f} s "
+            f"Ranks {named} of {self.order.ranks}{where} haven't started MPI within {self.order.start_within_s:.0f} s "
             "(run.wait_limit_s): their hosts are slow or out of reach, or launcher and MPI don't understand each other."
         )
         return Failure(None, cause, list(self.tail)[-LAST_LINES:], self.attempt.mpirun_log, accident=True)

@@ -41,6 +41,10 @@ class Starter(Protocol):
         """Whether all ranks run on the launcher's own host, so that it can watch their processes."""
 
     @property
+    def nodes(self) -> tuple[str, ...]:
+        """Of the Slurm job, those that get ranks; none without one."""
+
+    @property
     def is_srun(self) -> bool:
         """Whether srun tells how ranks end; mpirun's own srun tells the same of mpirun's daemons."""
 
@@ -65,6 +69,7 @@ class Here:
     """mpirun on this machine."""
 
     installation: MpiInstallation
+    nodes: tuple[str, ...] = ()
     one_host: bool = True
     is_srun: bool = False
 

@@ -12,12 +12,13 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn, TextIO
 
 from headrace.comm.errors import HeadraceError, PeerLostError, WaitLimitError
 from headrace.ranks.lifeline import Lifeline
+from headrace.ranks.seat import NUMBERS, rank_of
 
 LAUNCHER = "launcher.json"
 """What a launcher leaves in the folder of its attempt before it starts the ranks."""
@@ -36,6 +37,13 @@ def open_log(folder: Path, rank: int) -> TextIO:
     os.dup2(log, 2)
     os.close(log)
     return terminal
+
+
+def arrive(folder: Path, environ: Mapping[str, str]) -> None:
+    """Leave a sign that this process is there, before it starts MPI, which waits until all are. A process that nobody
+    has given a number leaves none."""
+    if folder.is_dir() and any(name in environ for name in NUMBERS):
+        (folder / f"rank_{rank_of(environ):03d}.here").touch()
 
 
 def announce(folder: Path, rank: int) -> bool:

@@ -34,7 +34,7 @@ from headrace.comm.messages import Hello
 from headrace.comm.mpi import MpiTransport, check_threads, check_world
 from headrace.ranks.build import build_generator, build_trainer, launch_of, link, load_data, start_step_of
 from headrace.ranks.config import JobConfig
-from headrace.ranks.failure import Failure, announce, open_log
+from headrace.ranks.failure import Failure, announce, arrive, open_log
 from headrace.ranks.heartbeat import LEAVING, MainState
 from headrace.ranks.lifeline import Lifeline
 from headrace.ranks.run import Rank, run_main
@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = read_config(options.config)
     except ConfigError as error:
         sys.exit(str(error))
+    attempt = config.run.folder / f"attempt_{options.attempt:02d}"
+    arrive(attempt, os.environ)
     if config.rollout.engine != "latency":
         from headrace.rollout.rewards import start_reward_server
 
@@ -68,7 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    attempt = config.run.folder / f"attempt_{options.attempt:02d}"
     fail = Failure(attempt, world.Get_rank(), world.Abort)
     try:
         attempt.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from headrace.comm.errors import DataError
-from headrace.ranks.failure import FAILED, Failure, announce
+from headrace.ranks.failure import FAILED, Failure, announce, arrive
 
 
 class JobAbortedError(Exception):
@@ -48,3 +48,10 @@ def test_a_launcher_is_known_by_its_fifo(tmp_path):
     assert (tmp_path / "rank_001.pid").read_text() == f"{os.getpid()}\n"
     os.mkfifo(tmp_path / "rank_001.alive")
     assert announce(tmp_path, 1)
+
+
+def test_a_rank_leaves_a_sign_by_the_number_that_its_starter_gave_it(tmp_path):
+    arrive(tmp_path, {"SLURM_PROCID": "2", "PMI_RANK": "5"})
+    arrive(tmp_path, {})
+    arrive(tmp_path / "gone", {"PMI_RANK": "5"})
+    assert [file.name for file in tmp_path.iterdir()] == ["rank_005.here"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from cluster import Cluster
@@ -13,6 +14,7 @@ from runs import (
     check_whole,
     kill_rank,
     output,
+    profile,
     site,
     slow_job,
     submit,
@@ -50,14 +52,26 @@ def test_a_mistake_is_not_tried_again_and_quoted_at_the_end_of_the_jobs_output(
     """The allocation isn't held any longer, and what else ranks write is in a log of each."""
     reward = tmp_path / "reward.py"
     reward.write_text("import os\ndef reward(task, answer):\n    return float(os.environ['NOT_THERE'])\n")
-    config = tiny_config(data={"reward": f"{reward}:reward"}, ranks={"generators": 3, "trainers": 1})
-    job = submit(cluster, tmp_path, config, *site(tmp_path, "openmpi", relaunches=2))
+    config = tiny_config(data={"reward": f"{reward}:reward"}, ranks={"generators": 1, "trainers": 1})
+    job = submit(cluster, tmp_path, config, *profile(tmp_path, mpi="openmpi", relaunches=2), "--nodes", "2")
     assert cluster.until_state(job, "COMPLETED", "FAILED") == "FAILED"
     *_, error, last = output(tmp_path).splitlines()
     assert "NOT_THERE" in error
     assert last == "More is in runs/job/latest/rank_000.log."
     assert "starting again" not in output(tmp_path)
-    assert len(list(tmp_path.glob("runs/job/latest/rank_*.log"))) == 4
+    assert len(list(tmp_path.glob("runs/job/latest/rank_*.log"))) == 2
+    assert not cluster.processes()
+
+
+def test_a_rank_that_doesnt_come_is_named_with_its_node(cluster: Cluster, tmp_path: Path) -> None:
+    """MPI itself would wait for it for ever, and so would all other ranks."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$SLURM_PROCID" = 6 ] && exec sleep 100\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    config = slow_job(run={"wait_limit_s": 25}, launch={"python": str(python)})
+    job = submit(cluster, tmp_path, config, *site(tmp_path, "openmpi"))
+    assert cluster.until_state(job, "COMPLETED", "FAILED") == "FAILED"
+    assert "headrace: Ranks [6] of 8 (on node4) haven't started MPI within 25 s (run.wait_limit_s)" in output(tmp_path)
     assert not cluster.processes()
 
 
