@@ -23,6 +23,7 @@ STEPS = 40
 
 
 both = pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+both_in_full = pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.slurm_full)])
 
 
 @dataclass(frozen=True)

@@ -137,9 +137,11 @@ def test_a_sweep_is_an_array_of_runs(cluster: Cluster, tmp_path: Path) -> None:
         assert len((tmp_path / f"runs/job-run.seed-{seed}/metrics.jsonl").read_text().splitlines()) == 5
 
 
-def test_ranks_see_the_npus_that_slurm_has_given_to_the_job(cluster: Cluster, tmp_path: Path) -> None:
-    site = profile(tmp_path, mpi="mpich", gres="npu:2", visible={"npu": "ASCEND_RT_VISIBLE_DEVICES"})
-    config = latency_config(ranks={"generators": 3, "trainers": 1}, run={"steps": 2000})
+def test_ranks_get_the_npus_and_the_cores_of_their_job(cluster: Cluster, tmp_path: Path) -> None:
+    """srun itself gives every task one core, whatever sbatch was told."""
+    keys = {"gres": "npu:2", "visible": {"npu": "ASCEND_RT_VISIBLE_DEVICES"}, "cpus_per_rank": 2}
+    site = profile(tmp_path, mpi="mpich", **keys)
+    config = latency_config(ranks={"generators": 3, "trainers": 1, "threads": 0}, run={"steps": 2000})
     jobs = []
     for name in ("one", "two"):
         folder = tmp_path / name
@@ -152,6 +154,7 @@ def test_ranks_see_the_npus_that_slurm_has_given_to_the_job(cluster: Cluster, tm
         assert cluster.wait(pid.exists, 60), output(tmp_path / name)
         environ = Path(f"/proc/{pid.read_text().strip()}/environ").read_bytes().split(b"\0")
         seen.append(next(entry for entry in environ if entry.startswith(b"HEADRACE_SEATS=")))
+        assert {b"SLURM_CPUS_PER_TASK=2", b"OMP_NUM_THREADS=2"} <= set(environ)
     cluster.ask("scancel", *jobs)
     assert b'"node2":"0-1"' in seen[0]
     assert b'"node2":"2-3"' in seen[1]

@@ -11,6 +11,7 @@ from jobs import archived, run_job, trained
 from runs import (
     STEPS,
     both,
+    both_in_full,
     check_nothing_half,
     check_whole,
     checkpoints,
@@ -36,7 +37,7 @@ def reward(task, answer):
     time.sleep(float(os.environ.get("PAUSE_S", "0")))
     return len(answer) % 3 / 2
 """
-"""So slow that a step of 16 samples on three generators takes about 3 s, and the run three starts."""
+"""So slow that a step, in which one of three generators makes 8 samples, takes 3 s, and the run three starts."""
 
 
 @both
@@ -63,7 +64,7 @@ def test_warning_checkpoint_requeue_resume_to_the_end(cluster: Cluster, tmp_path
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.slurm_full)])
+@both_in_full
 def test_two_minutes_limit_with_the_warning_in_time_gives_the_weights_of_an_uninterrupted_run(
     cluster: Cluster, tmp_path: Path, mpi: str
 ) -> None:
@@ -79,7 +80,7 @@ def test_two_minutes_limit_with_the_warning_in_time_gives_the_weights_of_an_unin
     whole = tmp_path / "whole"
     whole.mkdir()
     options = site(tmp_path, mpi, time="00:02:00", warn_s=60, requeues=20)
-    job = submit(cluster, tmp_path, config, *options, "launch.env.PAUSE_S=0.6")
+    job = submit(cluster, tmp_path, config, *options, "launch.env.PAUSE_S=0.36")
     run_job(config, whole, limit_s=280)
     assert cluster.until_state(job, "COMPLETED", "FAILED", limit_s=500) == "COMPLETED", output(tmp_path)
     assert "headrace: back into the queue, restart 2 of 20" in output(tmp_path)
@@ -118,8 +119,9 @@ def test_at_s2_every_ticket_is_accounted_for_over_restarts_and_no_finished_group
     assert {key for key in first.keys() | second.keys() if key not in keys} == set(), "what was finished was trained"
 
 
-def test_scontrol_requeue_goes_on_from_the_last_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
-    job = submit(cluster, tmp_path, slow_job(), *site(tmp_path, "openmpi"))
+@both_in_full
+def test_scontrol_requeue_goes_on_from_the_last_checkpoint(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
+    job = submit(cluster, tmp_path, slow_job(), *site(tmp_path, mpi))
     until_step(cluster, tmp_path, 7)
     cluster.ask("scontrol", "requeue", job)
     cluster.until_state(job, "PENDING", "RUNNING", limit_s=30)
@@ -128,8 +130,9 @@ def test_scontrol_requeue_goes_on_from_the_last_checkpoint(cluster: Cluster, tmp
     check_whole(tmp_path, STEPS)
 
 
-def test_scancel_leaves_no_process_and_no_half_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
-    job = submit(cluster, tmp_path, slow_job(), *site(tmp_path, "openmpi"))
+@both_in_full
+def test_scancel_leaves_no_process_and_no_half_checkpoint(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
+    job = submit(cluster, tmp_path, slow_job(), *site(tmp_path, mpi))
     until_step(cluster, tmp_path, 7)
     cluster.ask("scancel", job)
     cluster.until_state(job, "CANCELLED", limit_s=30)
@@ -153,8 +156,9 @@ def test_headrace_cancel_leaves_a_checkpoint_and_isnt_requeued(cluster: Cluster,
     assert headrace(cluster, tmp_path, "cancel", "job").text.startswith("runs/job isn't running: stopped")
 
 
-def test_preemption_by_a_higher_partition_checkpoints_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
-    job = submit(cluster, tmp_path, slow_job(), *site(tmp_path, "openmpi", exclusive=True))
+@both_in_full
+def test_preemption_by_a_higher_partition_checkpoints_and_goes_on(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
+    job = submit(cluster, tmp_path, slow_job(), *site(tmp_path, mpi, exclusive=True))
     until_step(cluster, tmp_path, 7)
     cluster.ask("srun", "--partition=high", "--nodes=4", "--exclusive", "true", limit_s=90)
     assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
