@@ -11,10 +11,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import yaml
 from pydantic import ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import Self
 
 from headrace.comm.config import Section
 from headrace.comm.errors import ConfigError

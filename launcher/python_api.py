@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from typing_extensions import Unpack
 
 from headrace.comm.errors import ConfigError
 from headrace.launcher.config import Config, dump, validate

@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any
+
+from typing_extensions import Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 """SIGUSR2 is what a batch script passes on when its time limit comes near."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+
+from typing_extensions import Self
 
 from headrace.launcher.metrics import Row, last_rows, read_rows
 from headrace.launcher.status import State, attempts, read_status

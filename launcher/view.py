@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import Self
 
 from headrace.launcher.metrics import MetricsTail, Row
 

@@ -4,9 +4,10 @@ defined here; `weights`, `data`, `rollout`, `eval` and `train` beside the code t
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from headrace.comm.config import Section, WeightsConfig
 from headrace.ranks.tickets import Overdue

@@ -57,8 +57,10 @@ class Plan(msgspec.Struct, frozen=True):
         finished = {(g.ticket, g.samples[0].attempt) for g in self.ledger.finished}
         working = {(g.ticket, g.attempt) for g in self.ledger.working}
         tokens = {(g.ticket, g.attempt, g.finished): g.tokens for groups in held.values() for g in groups}
-        text = f"archive: {len(finished)} finished groups ({sum(tokens[*key, True] for key in finished):,} tokens)"
-        text += f" and {len(working)} unfinished ones ({sum(tokens[*key, False] for key in working):,}) go on"
+        kept = sum(tokens[ticket, attempt, True] for ticket, attempt in finished)
+        going_on = sum(tokens[ticket, attempt, False] for ticket, attempt in working)
+        text = f"archive: {len(finished)} finished groups ({kept:,} tokens)"
+        text += f" and {len(working)} unfinished ones ({going_on:,}) go on"
         if self.replay:
             first, last = self.replay[0].step + 1, self.replay[-1].step + 1
             text += f"; steps {first} to {last} are trained again with their {len(replayed)} groups"

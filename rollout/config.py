@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
 
 from headrace.comm.config import Section
 

@@ -30,10 +30,12 @@ def stream_of(key: tuple[int, int, int]) -> np.uint64:
     state = np.zeros(1, np.uint64)
     for part in key:
         state = splitmix64(state, np.array([part & _MASK], np.uint64))
-    return np.uint64(state[0])
+    stream: np.uint64 = state[0]
+    return stream
 
 
 def uniforms(streams: Words, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """[n] numbers in [0, 1), multiples of 2**-24, one per stream and position (≥ 0)."""
     bits = splitmix64(streams, positions.astype(np.uint64)) >> np.uint64(40)
-    return bits.astype(np.float32) * np.float32(2.0**-24)
+    drawn: npt.NDArray[np.float32] = bits.astype(np.float32) * np.float32(2.0**-24)
+    return drawn

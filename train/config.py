@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from headrace.comm.config import Section
 
