@@ -17,16 +17,23 @@ Here: deaths, rewards that raise or hang, long samples, stops, lost counts. Else
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from worlds.generators import Generator, Key, Run
 from worlds.playing import choices, play_to_the_end, run
 from worlds.resuming import resumed
 from worlds.setup import Setup, StuckError
 from worlds.world import World
 
-from headrace.ranks.tickets import LedgerSpec
+from headrace.comm.messages import Finished, Message
+from headrace.ranks.order import TicketOrder
+from headrace.ranks.outstanding import Stage, Ticket
+from headrace.ranks.simulator import MadeUpLengths, SimulatedJob, Simulation
+from headrace.ranks.tickets import FormedStep, LedgerSpec
+from headrace.rollout.config import LatencyConfig
 
 SEEDS = range(10)
 POLICIES = [
@@ -44,6 +51,11 @@ def spec(groups: int = 3, staleness: float = 1, steps: int = 6, size: int = 2, *
 
 def trained(world: World) -> list[int]:
     return [ticket for step in world.trained for ticket in step]
+
+
+def tickets(world: World) -> list[Ticket]:
+    """All that are outstanding."""
+    return [ticket for node in world.nodes for ticket in node.ledger._tickets.values()]
 
 
 def happened(world: World, name: str) -> int:
@@ -135,6 +147,23 @@ def test_a_sample_100_times_as_long_and_a_slow_generator_end_the_run_all_the_sam
             assert run(resumed(world, setup, choose), choose)
 
 
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_while_one_sample_has_no_end_the_others_go_on_up_to_the_bound_and_again_after_a_resume(staleness: int) -> None:
+    """Then everything else is finished."""
+    setup = Setup(spec(staleness=staleness, steps=20, size=1), ledgers=2, generators=3, room=9, endless=1000)
+    for seed in range(3):
+        choose = choices(seed)
+        world = World(setup)
+        for _ in range(3):
+            with pytest.raises(StuckError, match=r"tickets \[0"):
+                run(world, choose)
+            assert world.step == world.begin.step + staleness
+            stages = Counter(ticket.stage for ticket in tickets(world))
+            assert (stages[Stage.STARTED], stages[Stage.GRANTED]) == (1, 0)
+            assert stages[Stage.FINISHED] >= 3
+            world = resumed(world, setup, choose, journal=False)
+
+
 @pytest.mark.parametrize("policy", [POLICIES[1], POLICIES[3], POLICIES[4]], ids=["cut", "drop", "drop by sample"])
 def test_a_sample_without_an_end_is_settled_by_the_policy(policy: dict[str, Any]) -> None:
     setup = Setup(spec(staleness=2, **policy), ledgers=2, generators=3, room=3, endless=7)
@@ -173,6 +202,42 @@ def test_what_was_made_is_trained_dropped_failed_or_held_at_every_event() -> Non
                 assert counts.dropped == sum(counts.dropped_reasons.values())
 
 
+class Maker(Generator):
+    """Remembers every group that it has finished."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.made: set[Key] = set()
+
+    def _report(self, run: Run) -> None:
+        if run.done:
+            self.made.add(run.key)
+        super()._report(run)
+
+
+def under_way(world: World) -> set[Key]:
+    """Groups of which a report hasn't arrived yet."""
+    messages = [message for queue in world.channels.values() for message in queue if isinstance(message, Finished)]
+    samples = {(meta.ticket, meta.attempt) for message in messages for meta in message.samples}
+    return samples | {(ticket, attempt) for message in messages for ticket, _, attempt in message.left_out}
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: " ".join(map(str, policy.values())))
+def test_every_group_that_was_made_is_trained_dropped_under_way_or_held_at_every_event(policy: dict[str, Any]) -> None:
+    """By the generators' own count of what they made, without looking at the ledgers' totals."""
+    setup = Setup(spec(filtered_per_step=2, **policy), 2, 3, rewards=(0.0, 1.0), failures=2, long=3)
+    for seed in range(4):
+        world, choose = World(setup, generator_type=Maker), choices(seed)
+        while not world.is_over:
+            run(world, choose, 1)
+            made = {key for g in world.alive.values() if isinstance(g, Maker) for key in g.made}
+            held = {(t.number, t.live) for t in tickets(world) if t.stage in (Stage.FINISHED, Stage.CHOSEN)}
+            ended = set().union(*world.rules.given_up).union(trained(world))
+            assert {key for key in made if key[0] not in ended} <= held | under_way(world)
+            assert held <= made
+        assert len(made) > 12
+
+
 @pytest.mark.parametrize("journal", [True, False])
 def test_over_any_kills_every_prompt_is_used_once_per_epoch(journal: bool) -> None:
     setup = Setup(spec(tickets=23, steps=30), ledgers=2, generators=3, silences=2)
@@ -182,6 +247,43 @@ def test_over_any_kills_every_prompt_is_used_once_per_epoch(journal: bool) -> No
         while not run(world, choose, 200 + choose(400)):
             world = resumed(world, setup, choose, 1 + seed % 3, journal)
         assert sorted(trained(world)) == list(range(23))
+
+
+def test_killed_at_any_point_every_prompt_is_used_once_in_each_epoch_and_no_epoch_is_skipped() -> None:
+    """A kill after 20 events, after 40, …, to the last step: within an epoch, at its end, while a batch is formed or
+    trained. The last batch of the data is a short one."""
+    order = TicketOrder(size=5, seed=3, epochs=3)
+    setup = Setup(spec(groups=4, tickets=order.tickets, steps=30, size=1), ledgers=2, generators=2)
+    kills, over = 0, False
+    while not over:
+        kills += 1
+        choose = choices(7)
+        world = World(setup)
+        over = run(world, choose, 20 * kills)
+        if not over:
+            world = resumed(world, setup, choose, journal=kills % 2 == 0)
+            assert run(world, choose)
+        uses = Counter((order.epoch(ticket), order.task(ticket)) for ticket in trained(world))
+        assert uses == {(epoch, task): 1 for epoch in range(3) for task in range(5)}
+        assert [len(step) for step in world.trained] == [4, 4, 4, 3]
+    assert kills > 10
+
+
+def test_killed_at_any_point_the_data_position_is_that_of_an_uninterrupted_run() -> None:
+    """Where steps train their tickets in order. The rest: tests/mpi/test_deterministic.py"""
+    setup = Setup(spec(staleness=0, steps=5, size=1, in_order=True), ledgers=2, generators=2)
+    whole = play_to_the_end(setup, 0).trained
+    kills, over = 0, False
+    while not over:
+        kills += 1
+        choose = choices(1)
+        world = World(setup)
+        over = run(world, choose, 20 * kills)
+        if not over:
+            world = resumed(world, setup, choose)
+            assert run(world, choose)
+        assert [sorted(step) for step in world.trained] == [sorted(step) for step in whole]
+    assert kills > 10
 
 
 def test_after_a_resume_no_step_is_counted_twice() -> None:
@@ -194,13 +296,56 @@ def test_after_a_resume_no_step_is_counted_twice() -> None:
         assert [len(step) for step in world.trained] == [3] * 6
 
 
-def test_long_samples_are_trained_as_often_as_short_ones() -> None:
-    """Of the tickets that a run without an end of data could train, none is left out for being long."""
+class Stutterer(Generator):
+    """Reports everything that it finishes twice."""
+
+    def _tell(self, ticket: int, message: Message) -> None:
+        super()._tell(ticket, message)
+        if isinstance(message, Finished):
+            super()._tell(ticket, message)
+
+
+def test_a_group_that_is_reported_twice_is_recognised_and_trained_once() -> None:
     for seed in SEEDS:
-        world = play_to_the_end(Setup(spec(staleness=2, steps=12), ledgers=2, generators=3, room=3, long=4), seed)
-        long = [ticket for ticket in trained(world) if ticket % 4 == 0]
-        granted = range(max(trained(world)))
-        assert len(long) >= len(granted) // 4 - world.spec.credits
+        world, choose = World(Setup(spec(tickets=18), 2, 3), generator_type=Stutterer), choices(seed)
+        assert run(world, choose)
+        assert sorted(trained(world)) == list(range(18))
+        assert sum(node.counts().superseded for node in world.nodes) > 0
+
+
+class Shares(World):
+    """Looks at what every replica trains."""
+
+    def train(self, formed: FormedStep, data: Any) -> None:
+        shares = [set(taken.data or ()) for taken in self.trainers.taken.values()]
+        assert all(shares), "a replica has nothing"
+        assert sum(map(len, shares)) == len(set().union(*shares)) == len(formed.groups)
+        super().train(formed, data)
+
+
+def test_no_group_is_trained_by_two_data_parallel_ranks() -> None:
+    for ledgers in (2, 3, 4):
+        world, choose = Shares(Setup(spec(groups=5), ledgers, 3)), choices(ledgers)
+        assert run(world, choose)
+        assert len(world.trained) == 6
+
+
+@pytest.mark.parametrize("staleness", [1, 4, 8])
+def test_trained_lengths_are_distributed_as_generated_lengths(staleness: int) -> None:
+    """Lengths of sigma 1.3, where a rule that prefers what is finished first trains the short ones: of all that was
+    begun, only what is still outstanding at the end isn't trained, and each share of the lengths is as large."""
+    steps, groups, size = 100, 16, 4
+    lengths = MadeUpLengths(LatencyConfig(token_ms=10, median_tokens=100, sigma=1.3), size, 10_000)
+    job = SimulatedJob(spec(groups, staleness, steps, size), 8, lengths, slots=8, train_s=2.0)
+    used = {g.ticket for step in Simulation(job).run().steps for g in step.formed.groups}
+    assert len(used) == steps * groups
+    assert max(used) < len(used) + job.spec.credits
+    long_of = {ticket: max(lengths(ticket, sample) for sample in range(size)) for ticket in range(max(used) + 1)}
+    made = sorted(long_of.values())
+    for tenth in range(1, 10):
+        limit = made[len(made) * tenth // 10]
+        share = sum(long_of[ticket] <= limit for ticket in used) / len(used)
+        assert share == pytest.approx(sum(one <= limit for one in made) / len(made), abs=0.02)
 
 
 def test_a_resume_moves_on_though_a_group_was_dropped_in_the_middle() -> None:
