@@ -11,16 +11,16 @@ balanced. Of every run, after its first steps, over 200 steps:
 `generation`: time in which all slots together make the samples of a step; `longest`: time of the longest sample of a
 step, mean over the steps; `publication`: until the generators have a new version. Cases:
 
-- `S=… sigma=…`: floor / mean time of a step.
-- `bound S=… sigma=…`: the same with the tightest bound known instead of the floor: step v can't be published before
+- `S=… sigma=…`: steps per hour, against those that the floor allows (the ratio is floor / mean time of a step).
+- `bound S=… sigma=…`: the same against the tightest bound known instead of the floor: step v can't be published before
   step v - S - 1 was and its longest sample has been made since. It differs from the floor where the longest samples of
   steps differ much, since a run is held up by the longest of several steps, not by their mean.
 - `uncut S=… sigma=…`: without the limit of 32,768 tokens.
-- `delay=…`: weights that arrive so many (undelayed) steps late: floor (of the delayed run) / time of a step, and the
-  time of a step over that without delay.
-- `staleness`: mean age of groups at S = 8, sigma 0.6, against taking groups in the order in which they were finished,
-  `first finished` (as far as the bound allows) and `unbounded` (waiting for no group, whatever its age); the largest
-  age; and the steps per second against those of the same run.
+- `delay=…`: weights that arrive so many (undelayed) steps late: steps per hour against those that the floor of the
+  delayed run allows; `cost of delay=…`: time of a step with the delay (`ours`) against without (`theirs`).
+- `staleness`: mean age of groups at S = 8, sigma 0.6, of our ledger (`ours`) against taking groups in the order in
+  which they were finished (`theirs`), `first finished` (as far as the bound allows) and `unbounded` (waiting for no
+  group, whatever its age); `largest staleness`: the largest age; `speed`: steps per hour of the same two runs.
 """
 
 from __future__ import annotations
@@ -199,14 +199,17 @@ def main() -> None:
     cases = [Case(staleness, sigma) for sigma in (0.6, 1.0, 1.3) for staleness in (1, 2, 4, 8)]
     for case in cases:
         text, run = f"S={case.staleness} sigma={case.sigma}", Run(case, steps)
-        report(NAME, text, run.floor_s, run.step_s, "s", options.json)
-        report(NAME, f"bound {text}", run.bound_s, run.step_s, "s", options.json)
+        report_against_floor(text, run, options.json)
     for case in [replace(case, max_tokens=UNCUT) for case in cases if case.sigma >= 1]:
         text, run = f"uncut S={case.staleness} sigma={case.sigma}", Run(case, steps)
-        report(NAME, text, run.floor_s, run.step_s, "s", options.json)
-        report(NAME, f"bound {text}", run.bound_s, run.step_s, "s", options.json)
+        report_against_floor(text, run, options.json)
     report_delays(steps, options.json)
     report_staleness(steps, options.json)
+
+
+def report_against_floor(text: str, run: Run, as_json: bool) -> None:
+    report(NAME, text, 3600 / run.step_s, 3600 / run.floor_s, "steps/h", as_json)
+    report(NAME, f"bound {text}", 3600 / run.step_s, 3600 / run.bound_s, "steps/h", as_json)
 
 
 def report_delays(steps: int, as_json: bool) -> None:
@@ -215,8 +218,9 @@ def report_delays(steps: int, as_json: bool) -> None:
         base = Run(case, steps)
         for delay in (0.1, 0.5, 1.5):
             run = Run(replace(case, delay_s=delay * base.step_s), steps)
-            report(NAME, f"delay={delay} S={staleness}", run.floor_s, run.step_s, "s", as_json)
-            report(NAME, f"delay={delay} S={staleness} against none", run.step_s, base.step_s, "s", as_json)
+            text = f"delay={delay} S={staleness}"
+            report(NAME, text, 3600 / run.step_s, 3600 / run.floor_s, "steps/h", as_json)
+            report(NAME, f"cost of {text}", run.step_s, base.step_s, "s", as_json)
 
 
 def report_staleness(steps: int, as_json: bool) -> None:
@@ -226,7 +230,7 @@ def report_staleness(steps: int, as_json: bool) -> None:
         theirs = Run(case, steps, simulation)
         report(NAME, f"staleness, {text}", ours.mean_age, theirs.mean_age, "steps", as_json)
         report(NAME, f"largest staleness, {text}", ours.oldest, theirs.oldest, "steps", as_json)
-        report(NAME, f"speed, {text}", 1 / ours.step_s, 1 / theirs.step_s, "steps/s", as_json)
+        report(NAME, f"speed, {text}", 3600 / ours.step_s, 3600 / theirs.step_s, "steps/h", as_json)
 
 
 if __name__ == "__main__":
