@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,10 @@ SBATCH = Path(__file__).resolve().parents[1] / "sbatch"
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "VLLM_CACHE_ROOT": "vllm"}
 """Caches that many ranks would fight over on a shared file system."""
 
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+
+OPENMPI_INTERFACE = "OMPI_MCA_btl_tcp_if_include"
+"""Goes to `launch.env`: exported by the job script it would look like a trace of another launcher, and be removed."""
 
 
 class ContainerConfig(Section):
@@ -115,8 +118,10 @@ class Profile(Section):
     relaunches: int = Field(2, ge=0)
     """How often the job is started again within its allocation after a rank or a node has died."""
 
-    def launch(self) -> dict[str, Any]:
-        """The keys of a config's section `launch` that follow from it."""
+    def launch(self, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """A config's section `launch`: what follows from the profile, and what the config says itself over it."""
+        own = own or {}
+        named = {OPENMPI_INTERFACE: self.interface} if self.interface else {}
         keys: dict[str, Any] = {
             "mpi": self.mpi,
             "pmi": self.pmi,
@@ -124,7 +129,8 @@ class Profile(Section):
             "relaunches": self.relaunches,
             "visible": self.visible,
         }
-        return keys | (_contain(self.container) if self.container else {})
+        contained = _contain(self.container) if self.container else {}
+        return {**keys, **contained, **own, "env": named | (own.get("env") or {})}
 
     def variables(self) -> dict[str, str]:
         """What a job script exports; values may hold variables of the shell."""

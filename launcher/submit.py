@@ -156,7 +156,7 @@ def _dimension(sweep: str) -> list[str]:
 def _load(wish: Wish, profile: Profile, settings: Sequence[str]) -> Config:
     """The config with what the profile says about starting it; the user's own word counts more."""
     tree, source = read_tree(wish.config, (*wish.overrides, *settings))
-    tree["launch"] = profile.launch() | (tree.get("launch") or {})
+    tree["launch"] = profile.launch(tree.get("launch"))
     tree["launch"] |= {"starter": profile.starter, "nodes": wish.nodes}
     return with_ranks(validate(tree, source), wish.ranks)
 

@@ -101,7 +101,7 @@ def _load(file: Path, overrides: Sequence[str], profile: Profile) -> Config:
     tree = read_yaml(file)
     for override in overrides:
         apply_override(tree, override)
-    tree["launch"] = profile.launch() | (tree.get("launch") or {})
+    tree["launch"] = profile.launch(tree.get("launch"))
     return validate(tree, str(file))
 
 

@@ -204,6 +204,7 @@ def test_the_script_says_what_the_profile_says(config: Path) -> None:
         assert f"\n{line}\n" in submission.script
     (resolved,) = submission.configs
     assert (resolved.launch.starter, resolved.launch.nodes, resolved.launch.cpus_per_rank) == ("srun", 2, 6)
+    assert resolved.launch.env == {"OMPI_MCA_btl_tcp_if_include": "ib0"}
     assert not (config.parent / "runs").exists(), "nothing is written before it is sent"
 
 

@@ -114,7 +114,8 @@ def test_every_role_runs_in_the_python_of_the_recipe(cluster: Cluster, tmp_path:
     ranks = [note["environ"] for note in notes(tmp_path)]
     assert sorted(rank["OF"] for rank in ranks) == ["generator"] * 3 + ["trainer"]
     assert {rank["ASCEND_RT_VISIBLE_DEVICES"] for rank in ranks} == {"0,1"}
-    assert {rank["HCCL_SOCKET_IFNAME"] for rank in ranks} == {"eth0"}
+    for name in ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include"):
+        assert {rank[name] for rank in ranks} == {"eth0"}
 
 
 WANTED = re.compile(r"^(?:\S*/)?pip install (.*)$", re.MULTILINE)
