@@ -3,14 +3,15 @@
     python -m benchmarks.ledger_scale [--json] [--quick]
 
 16,384 groups of 16 samples a step at S = 3. Every message to a ledger really goes through the wire format. Cases, all
-of the worst rank, over steps in the middle of a run:
+of the worst rank, over steps in the middle of a run, and also at 1/8 and 1/64 of the size:
 
 - `us_per_event`: CPU time per message about tickets (Ask, Started, Finished, …) at a ledger, its decoding and the
-  answers included, in microseconds.
+  answers' encoding included, in microseconds.
 - `form_ms`: CPU time per step for everything that the ledgers do together: rounds, words to the watcher, choosing,
   sharing, partition; in milliseconds.
-- `messages_per_group`: control messages over all ranks per trained group, the rounds included; also at 1/8 and 1/64 of
-  the size.
+- `messages_per_group`: control messages over all ranks per trained group, those of the rounds and to the watcher
+  included, and these apart (`of them together`). Not counted are messages that move data (pulls of samples, weights),
+  and those that come with time (heartbeats) or once a step and rank (reports).
 - `memory`: what a ledger holds at the end of the run, against some steps before, in MiB.
 
 What all ledgers compute alike is computed anew only at every 64th of them, which are those that `form_ms` is measured
@@ -25,7 +26,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -57,14 +58,6 @@ class Spent:
     """Messages about tickets."""
     on_events: int = 0
     together: int = 0
-    in_event: bool = False
-    """The last message was one about tickets."""
-
-    def add(self, nanoseconds: int, in_event: bool) -> None:
-        if in_event:
-            self.on_events += nanoseconds
-        else:
-            self.together += nanoseconds
 
 
 class Memo:
@@ -87,22 +80,46 @@ class ScaledNode(LedgerNode):
     spent: Spent
     alone: bool
 
+    ticked = False
+    """The turn that comes with a message has been taken."""
+
     def take(self, frame: bytes, source: int, now: float) -> None:
-        """Decode a message and receive it."""
-        begun = time.thread_time_ns()
+        """Decode a message, receive it, take a turn: what the courier does with it. A round that begins by that is
+        booked by itself."""
+        begun, together = time.thread_time_ns(), self.spent.together
         message, _ = wire.decode(frame, source)
         self.receive(Received(source, message), now)
-        took = time.thread_time_ns() - begun
-        self.spent.in_event = not isinstance(message, TOGETHER)
-        self.spent.events += self.spent.in_event
-        self.spent.add(took, self.spent.in_event)
+        super().tick(now)
+        took = time.thread_time_ns() - begun - (self.spent.together - together)
+        self.ticked = True
+        if isinstance(message, TOGETHER):
+            self.spent.together += took
+        else:
+            self.spent.on_events += took
+            self.spent.events += 1
 
     def tick(self, now: float) -> None:
-        before = (self._rounds.round, self._rounds.idle)
-        begun = time.thread_time_ns()
-        super().tick(now)
-        took = time.thread_time_ns() - begun
-        self.spent.add(took, self.spent.in_event and before == (self._rounds.round, self._rounds.idle))
+        if not self.ticked:
+            self._book(super().tick, now)
+        self.ticked = False
+
+    def end_step(self, step: int, published: bool) -> None:
+        self._book(super().end_step, step, published)
+
+    def _begin_round(self) -> None:
+        self._book(super()._begin_round)
+
+    def _book(self, action: Callable[..., None], *what: Any) -> None:
+        """Book what the action takes, itself or by what it calls, as done together."""
+        begun, together = time.thread_time_ns(), self.spent.together
+        action(*what)
+        self.spent.together = together + time.thread_time_ns() - begun
+
+    def _check_credits(self, standings: Sequence[Standing]) -> None:
+        self._once("credits", lambda: super(ScaledNode, self)._check_credits(standings))
+
+    def _moves(self, standings: Sequence[Standing]) -> list[int]:
+        return self._once("moves", lambda: super(ScaledNode, self)._moves(standings))
 
     def _read(self, result: Sequence[bytes]) -> list[Contribution]:
         return self._once("read", lambda: super(ScaledNode, self)._read(result))
@@ -118,7 +135,7 @@ class ScaledNode(LedgerNode):
 
 
 class ScaledSimulation(Simulation):
-    """Messages to ledgers go through the wire format, and what the ledgers do with them is timed."""
+    """Messages from and to ledgers go through the wire format, and what the ledgers do with them is timed."""
 
     node_type = ScaledNode
 
@@ -127,6 +144,7 @@ class ScaledSimulation(Simulation):
         assert isinstance(node, ScaledNode)
         if index == 0:
             self.memo = Memo()
+            self.outbox: list[tuple[int, int, Message]] = []
         node.memo, node.spent, node.alone = self.memo, Spent(), index % MEASURED_EVERY == 0
         return node
 
@@ -135,6 +153,20 @@ class ScaledSimulation(Simulation):
         assert isinstance(node, ScaledNode)
         node.take(wire.encode(message), source, self.now)
         self._turn(index)
+
+    def send(self, source: int, target: int, message: Message) -> None:
+        """What a ledger sends it encodes, which is timed; the way through the network begins after its turn."""
+        if source < self.job.ledgers:
+            wire.encode(message)
+            self.outbox.append((source, target, message))
+        else:
+            super().send(source, target, message)
+
+    def _turn(self, index: int) -> None:
+        super()._turn(index)
+        for sent in self.outbox:
+            super().send(*sent)
+        self.outbox.clear()
 
 
 def job(trainers: int) -> SimulatedJob:
@@ -188,12 +220,15 @@ def measure(trainers: int, as_json: bool) -> None:
         node.spent = Spent()
     before = Counter(simulation.trace.messages)
     simulation.run(WARM + STEPS)
-    messages = (Counter(simulation.trace.messages) - before).total() / STEPS / simulation.spec.groups_per_step
+    messages = Counter(simulation.trace.messages) - before
+    together = sum(messages[kind.__name__] for kind in TOGETHER)
+    groups = STEPS * simulation.spec.groups_per_step
     events = max(node.spent.on_events / node.spent.events for node in nodes) / 1e3
     form = max(node.spent.together for node in nodes) / STEPS
     report_value(NAME, f"us_per_event, {size}", events, "us", as_json)
     report_value(NAME, f"form_ms, {size}", form / 1e6, "ms", as_json)
-    report_value(NAME, f"messages_per_group, {size}", messages, "messages", as_json)
+    report_value(NAME, f"messages_per_group, {size}", messages.total() / groups, "messages", as_json)
+    report_value(NAME, f"messages_per_group, of them together, {size}", together / groups, "messages", as_json)
     now = max(held_bytes(node) for node in nodes[::MEASURED_EVERY])
     report(NAME, f"memory, {size}", now / 2**20, held / 2**20, "MiB", as_json)
 

@@ -212,7 +212,7 @@ def partition(tokens: Sequence[int], replicas: int) -> list[int]:
     loads = [(0, 0, replica) for replica in range(replicas)]
     heapify(loads)
     placed = [0] * len(tokens)
-    for group in sorted(range(len(tokens)), key=lambda group: (-tokens[group], group)):
+    for group in sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True):  # equal ones keep their order
         load, count, replica = loads[0]
         placed[group] = replica
         heapreplace(loads, (load + tokens[group], count + 1, replica))

@@ -128,21 +128,25 @@ class Ledger:
         ticket.floor = born
         self._move(ticket, Stage.STARTED, max(born, ticket.reserved))
 
-    def finished(self, generator: int, sample: SampleMeta) -> None:
-        """A sample is finished; the last one finishes its group. What doesn't count is counted as superseded."""
-        ticket = self._tickets.get(sample.ticket)
-        if ticket is None or not self._counts(ticket, sample.sample, sample.attempt, sample.born):
-            self._supersede(generator, sample.ticket, sample.attempt)
-            return
-        work = ticket.work(sample.attempt, generator)
-        work.samples[sample.sample] = sample
-        if work.settled == self.spec.group_size:
-            self._complete(ticket, sample.attempt)
+    def finished(self, generator: int, *samples: SampleMeta) -> None:
+        """Samples are finished; the last one finishes its group. What doesn't count is counted as superseded."""
+        size = self.spec.group_size
+        for sample in samples:  # nothing is called that needn't be: this is most of a ledger's work
+            ticket, attempt = self._tickets.get(sample.ticket), sample.attempt
+            if ticket is None or not ticket.lacks(sample.sample, attempt, sample.born, size):
+                self._supersede(generator, sample.ticket, attempt)
+                continue
+            work = ticket.works.get(attempt)
+            if work is None or work.generator != generator:
+                work = ticket.work(attempt, generator)
+            work.samples[sample.sample] = sample
+            if len(work.samples) + len(work.left_out) == size:
+                self._complete(ticket, attempt)
 
     def left_out(self, generator: int, number: int, sample: int, attempt: int) -> None:
         """A sample of a group that was cut ends without data."""
         ticket = self._tickets.get(number)
-        if ticket is None or not self._counts(ticket, sample, attempt, ticket.floor):
+        if ticket is None or not ticket.lacks(sample, attempt, ticket.floor, self.spec.group_size):
             self._supersede(generator, number, attempt)
             return
         work = ticket.work(attempt, generator)
@@ -189,10 +193,6 @@ class Ledger:
         """The unfinished ticket with this as its newest attempt."""
         ticket = self._tickets.get(number)
         return ticket if ticket is not None and attempt == ticket.attempt and ticket.open else None
-
-    def _counts(self, ticket: Ticket, sample: int, attempt: int, born: int) -> bool:
-        """Whether an unfinished ticket lacks the sample."""
-        return 0 <= sample < self.spec.group_size and ticket.lacks(sample, attempt, born)
 
     def _complete(self, ticket: Ticket, attempt: int) -> None:
         """An attempt is whole."""

@@ -139,8 +139,7 @@ class LedgerNode:
                     self.ledger.started(source, ticket, attempt, born)
             case Finished():
                 self.counters[source] = message.counters
-                for sample in message.samples:
-                    self.ledger.finished(source, sample)
+                self.ledger.finished(source, *message.samples)
                 for ticket, index, attempt in message.left_out:
                     self.ledger.left_out(source, ticket, index, attempt)
             case Failed():
@@ -279,7 +278,7 @@ class LedgerNode:
         self._ending = any(c.ending for c in contributions)
         lost = {ticket for c in contributions for ticket in c.undo}
         taken, struck = Decision(None) if lost else self._decide(standings)
-        moves = forming.credit_moves(standings, self._rounds.round)
+        moves = self._moves(standings)
         mine = None if taken is None else taken[self.index]
         chosen = self.ledger.deliver(moves[self.index], mine, None if struck is None else struck[self.index])
         self._wanted = any(s.wants for s in standings)
@@ -307,6 +306,10 @@ class LedgerNode:
         if self.ledger.step >= self.spec.steps or self._ending:
             return Decision([{} for _ in standings])
         return forming.decide(standings, self.spec)
+
+    def _moves(self, standings: Sequence[Standing]) -> list[int]:
+        """By ledger: credits gained by this round."""
+        return forming.credit_moves(standings, self._rounds.round)
 
     def _take(self, choice: Choice, chosen: list[FormedGroup]) -> None:
         """The batch of the step is chosen; next round its metadata are shared. An empty one ends the run."""
@@ -368,10 +371,14 @@ class LedgerNode:
 
     def _send_news(self) -> None:
         """Tell the generators what has changed for them, its own order kept: what is dropped first."""
+        if self.ledger.notices:
+            self._send_notices()
+        for generator, grants in self.ledger.grant().items():
+            self._send(generator, Grants(grants))
+
+    def _send_notices(self) -> None:
         for generator, keys in self.ledger.notices.take_dropped().items():
             self._send(generator, Dropped(keys))
         for generator, keys in self.ledger.notices.take_overdue().items():
             cut = self.spec.overdue == "cut" or self.spec.by_sample
             self._send(generator, Cut(keys, keep=not self.spec.by_sample) if cut else Late(keys))
-        for generator, grants in self.ledger.grant().items():
-            self._send(generator, Grants(grants))

@@ -17,6 +17,10 @@ class Notices:
         self.dropped: dict[int, list[Key]] = {}
         self.overdue: dict[int, list[Key]] = {}
 
+    def __bool__(self) -> bool:
+        """Something is to be told."""
+        return bool(self.dropped or self.overdue)
+
     def drop(self, generator: int, number: int, attempt: int) -> None:
         """The attempt counts no more: its generator may stop it and forget its data."""
         told = self.dropped.setdefault(generator, [])

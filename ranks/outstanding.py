@@ -40,9 +40,6 @@ class Work:
     left_out: set[int] = field(default_factory=set)
     """Samples that ended without data."""
 
-    def has(self, sample: int) -> bool:
-        return sample in self.samples or sample in self.left_out
-
     @property
     def settled(self) -> int:
         """How many samples have ended, with or without data."""
@@ -83,13 +80,13 @@ class Ticket:
     def open(self) -> bool:
         return self.stage in OPEN
 
-    def lacks(self, sample: int, attempt: int, born: int) -> bool:
-        """Whether it is unfinished and this result counts. A result of an older attempt is as good as one of the newest
-        if it is young enough for the deadline."""
-        if self.stage not in OPEN or not self.since <= attempt <= self.attempt:
+    def lacks(self, sample: int, attempt: int, born: int, size: int) -> bool:
+        """Whether it is unfinished and this result counts, for a group of `size`. A result of an older attempt is as
+        good as one of the newest if it is young enough for the deadline."""
+        if self.stage not in OPEN or not self.since <= attempt <= self.attempt or not 0 <= sample < size:
             return False
         work = self.works.get(attempt)
-        if work is not None and work.has(sample):
+        if work is not None and (sample in work.samples or sample in work.left_out):
             return False
         if born < self.floor and attempt == self.attempt:
             raise LedgerRuleError(f"ticket {self.number} sample {sample}: born {born}, granted {self.floor}")
@@ -193,11 +190,12 @@ class Outstanding:
             require(self.deadline(ticket) >= step, text)
 
     def _tally(self, ticket: Ticket, sign: int) -> None:
-        if ticket.stage is Stage.CHOSEN:
+        stage = ticket.stage
+        if stage is Stage.CHOSEN:
             self.chosen += sign
         else:
-            counts = self.unfinished if ticket.open else self.finished
-            counts[self.deadline(ticket)] += sign
+            counts = self.unfinished if stage in OPEN else self.finished
+            counts[ticket.reserved + self._oldest] += sign
 
 
 def readmitted(group: SavedGroup) -> Ticket:

@@ -44,6 +44,7 @@ class Pace:
         self._watch = Watch(ledger.spec, [ledger.standing()] * ledger.ledgers, [0] * ledger.ledgers, False, False)
         self._heard: dict[int, Progress] = {}
         """By ledger: the newest word to the watcher of the next round, from those that have ended this one before."""
+        self._watcher = self._rounds.round % ledger.ledgers
         self._told = -1
         self._told_credits = self._told_lack = True
         self._began = float("-inf")
@@ -105,10 +106,6 @@ class Pace:
     # Words to the watcher
 
     @property
-    def _watcher(self) -> int:
-        return self._rounds.round % self._ledger.ledgers
-
-    @property
     def _is_watcher(self) -> bool:
         return self._watcher == self._ledger.index
 
@@ -132,6 +129,7 @@ class Pace:
 
     def watch_from(self, standings: Sequence[Standing], moves: Sequence[int], forming: bool, ending: bool) -> None:
         """Watch for what a round has left; see `Watch`."""
+        self._watcher = self._rounds.round % self._ledger.ledgers
         self._watch = Watch(self._ledger.spec, standings, moves, forming, ending)
         here = self._watch.standings[self._ledger.index]
         self._told_credits, self._told_lack = here.credits > 0, here.wants > 0

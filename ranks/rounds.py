@@ -50,7 +50,7 @@ class Rounds:
     @property
     def peer_began(self) -> bool:
         """Another ledger waits in the round that hasn't begun here."""
-        return self.idle and (self.round, 0) in self._arrived
+        return self.idle and bool(self._arrived) and (self.round, 0) in self._arrived
 
     @property
     def waits_for(self) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import cache
 from math import ceil, floor
 from typing import Literal
 
@@ -64,21 +65,22 @@ class LedgerSpec(msgspec.Struct, frozen=True):
     @property
     def credits(self) -> int:
         """C = floor((1 + S)·p·B): the most groups between grant and the end of the step that trains them."""
-        return floor(self._periods * self.publish_every * self.groups_per_step)
+        return floor(_periods(self.max_staleness) * self.publish_every * self.groups_per_step)
 
     @property
     def oldest(self) -> int:
         """D = ceil((1 + S)·p) - 1: the largest age of a trained token, in optimizer steps."""
-        return ceil(self._periods * self.publish_every) - 1
+        return ceil(_periods(self.max_staleness) * self.publish_every) - 1
 
     def credits_at(self, step: int) -> int:
         """Credits plus outstanding tickets before `step`: no more than the rest of the run needs."""
         return max(0, min(self.credits, (self.steps - step) * self.groups_per_step))
 
-    @property
-    def _periods(self) -> Fraction:
-        """1 + S, exact: 0.1 means a tenth, so that floor and ceil don't depend on rounding."""
-        return 1 + Fraction(str(self.max_staleness))
+
+@cache
+def _periods(max_staleness: float) -> Fraction:
+    """1 + S, exact: 0.1 means a tenth, so that floor and ceil don't depend on rounding."""
+    return 1 + Fraction(str(max_staleness))
 
 
 class TicketCounts(msgspec.Struct, frozen=True, array_like=True):

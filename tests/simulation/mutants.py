@@ -101,16 +101,16 @@ def static_caps(patch: pytest.MonkeyPatch) -> None:
 
 
 def accept_any_late_result(patch: pytest.MonkeyPatch) -> None:
-    counts, complete = Ledger._counts, Ledger._complete
+    lacks, complete = Ticket.lacks, Ledger._complete
 
-    def lenient(self: Ledger, ticket: Ticket, sample: int, attempt: int, born: int) -> bool:
-        return counts(self, ticket, sample, attempt, max(born, ticket.floor) if attempt < ticket.attempt else born)
+    def lenient(self: Ticket, sample: int, attempt: int, born: int, size: int) -> bool:
+        return lacks(self, sample, attempt, max(born, self.floor) if attempt < self.attempt else born, size)
 
     def unseeing(self: Ledger, ticket: Ticket, attempt: int) -> None:
         ticket.floor = min([ticket.floor, *(sample.born for sample in ticket.works[attempt].samples.values())])
         complete(self, ticket, attempt)
 
-    patch.setattr(Ledger, "_counts", lenient)
+    patch.setattr(Ticket, "lacks", lenient)
     patch.setattr(Ledger, "_complete", unseeing)
 
 
@@ -306,13 +306,13 @@ def grant_to_the_absent(patch: pytest.MonkeyPatch) -> None:
 
 def results_after_dropped(patch: pytest.MonkeyPatch) -> None:
     """A late result counts though its owner was told to forget the data."""
-    counts = Ledger._counts
+    lacks = Ticket.lacks
 
-    def forgetful(self: Ledger, ticket: Ticket, sample: int, attempt: int, born: int) -> bool:
-        ticket.since = 0
-        return counts(self, ticket, sample, attempt, born)
+    def forgetful(self: Ticket, sample: int, attempt: int, born: int, size: int) -> bool:
+        self.since = 0
+        return lacks(self, sample, attempt, born, size)
 
-    patch.setattr(Ledger, "_counts", forgetful)
+    patch.setattr(Ticket, "lacks", forgetful)
 
 
 # Order and bounds
@@ -322,9 +322,9 @@ def first_in_first_out(patch: pytest.MonkeyPatch) -> None:
     """The groups that were finished first, whatever waits for its deadline."""
     finished, decide = Ledger.finished, LedgerNode._decide
 
-    def noting(self: Ledger, generator: int, sample: SampleMeta) -> None:
-        finished(self, generator, sample)
-        self.__dict__.setdefault("queue", []).append(sample.ticket)
+    def noting(self: Ledger, generator: int, *samples: SampleMeta) -> None:
+        finished(self, generator, *samples)
+        self.__dict__.setdefault("queue", []).extend(sample.ticket for sample in samples)
 
     def first(self: LedgerNode, standings: Sequence[Standing]) -> Decision:
         size, tickets = self.spec.groups_per_step, self.ledger._tickets
