@@ -80,6 +80,8 @@ class Order:
     start_within_s: float
     stop_within_s: float
     kill_after_s: float
+    lock: int | None = None
+    """A descriptor that mpirun inherits; see `headrace.launcher.lock`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,7 @@ class Job:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=() if order.lock is None else (order.lock,),
                 preexec_fn=_end_with_parent,
             )
         except OSError as error:

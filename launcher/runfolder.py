@@ -15,11 +15,9 @@ runs/NAME/
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +59,7 @@ weights and the optimizer's state mean."""
 
 
 LOCK = ".lock"
-"""Held by the job that runs in the folder; it holds the process id of the last one."""
+"""See `headrace.launcher.lock`; it holds the process id of the last launcher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,31 +218,6 @@ def begin_attempt(config: Config) -> Attempt:
         _write(run / "config.yaml", dump(config))
         _point(run / "latest", attempt.folder.name)
     return attempt
-
-
-@contextmanager
-def held(run: Path) -> Iterator[None]:
-    """Keep every other job out of the run folder, for as long as this process lives at the most.
-
-    Raises:
-        ConfigError: another job is running there.
-    """
-    with writing(run):
-        run.mkdir(parents=True, exist_ok=True)
-        lock = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(lock, 0)
-        os.write(lock, f"{os.getpid()}\n".encode())
-        yield
-    except BlockingIOError:
-        pid = os.read(lock, 20).decode().strip()
-        raise ConfigError(
-            f"The run in {run} is still going on (process {pid}). Wait for its end, stop it by `kill {pid}`, or start "
-            "another one beside it by --fresh."
-        ) from None
-    finally:
-        os.close(lock)
 
 
 def write_job(attempt: Attempt, config: Config) -> None:

@@ -13,10 +13,11 @@ from headrace.launcher.check_data import check_data_here, check_data_of_ranks
 from headrace.launcher.check_model import check_model_folder
 from headrace.launcher.config import Config
 from headrace.launcher.crew import Crew
+from headrace.launcher.lock import held
 from headrace.launcher.metrics import read_rows
 from headrace.launcher.record import Ended, record_end
 from headrace.launcher.run import STOPPED
-from headrace.launcher.runfolder import check_new, check_resume, claim_fresh, held, steps_done
+from headrace.launcher.runfolder import check_new, check_resume, claim_fresh, steps_done
 from headrace.launcher.stop import Stopped, StopRequest
 from headrace.launcher.supervise import begin, check_memory, draw, supervise, told_stop
 from headrace.launcher.view import PlainView, ticking
@@ -47,8 +48,8 @@ def run_until(
             crew = Crew(config.launch, os.environ)
             if crew.allocation is None:
                 check_memory(config.ranks.trainers + config.ranks.generators, memory_here())
-            config = prepare(config, resume, fresh, check_data_of_ranks, stack)
-            return supervise(config, crew, stop, program)
+            config, lock = prepare(config, resume, fresh, check_data_of_ranks, stack)
+            return supervise(config, crew, stop, program, lock)
         except Stopped:
             return _stopped_early(stop, 0 if fresh else steps_done(config.run.folder))
 
@@ -71,7 +72,8 @@ def debug_job(config: Config, resume: bool, fresh: bool) -> int:
 
     sys.path.insert(0, os.getcwd())  # as in ranks, which `python -m` starts
     with ExitStack() as stack:
-        config, attempt, done = begin(prepare(config, resume, fresh, check_data_here, stack))
+        config, _ = prepare(config, resume, fresh, check_data_here, stack)
+        config, attempt, done = begin(config)
         view = stack.enter_context(PlainView(attempt.run, config.run.steps, done))
         stack.enter_context(ticking(view))
         view.line(f"run folder {attempt.run}, both roles in this process")
@@ -108,9 +110,12 @@ def is_finished(config: Config) -> bool:
 
 def prepare(
     config: Config, resume: bool, fresh: bool, check_data: Callable[[Config], None], stack: ExitStack
-) -> Config:
-    """Everything before the first attempt: inputs checked, run folder chosen and held by `stack`. Returns the config
-    with that folder in it."""
+) -> tuple[Config, int]:
+    """Everything before the first attempt: inputs checked, run folder chosen and held by `stack`.
+
+    Returns:
+        the config with that folder in it, and the descriptor that holds the lock.
+    """
     if resume and fresh:
         raise ConfigError("--resume goes on with a run, --fresh begins another one: give one of them.")
     check_inputs(config)
@@ -118,10 +123,10 @@ def prepare(
     check_folder(config)  # at once, since the data may take long
     check_data(config)
     config = claim_fresh(config) if fresh else config
-    stack.enter_context(held(config.run.folder))
+    lock = stack.enter_context(held(config.run.folder, config.launch.stop_within_s))
     for change in check_folder(config) or ():  # again: until now another job may have run there
         print(f"changed since the last attempt: {change}")
-    return config
+    return config, lock
 
 
 def _check_none(config: Config) -> None:

@@ -43,8 +43,11 @@ BARE_RANK = 28 << 20
 """Bytes of memory that a rank takes before it holds any model."""
 
 
-def supervise(config: Config, crew: Crew, stop: StopRequest, program: Sequence[str]) -> int:
+def supervise(config: Config, crew: Crew, stop: StopRequest, program: Sequence[str], lock: int) -> int:
     """Run a job that has been checked, in a run folder that this process holds, to its end.
+
+    Args:
+        lock: the descriptor that holds the folder.
 
     Returns:
         the exit status.
@@ -59,7 +62,7 @@ def supervise(config: Config, crew: Crew, stop: StopRequest, program: Sequence[s
     for left in range(config.launch.relaunches, -1, -1):
         ready, attempt, done = begin(config)
         stop.raises = False
-        outcome = _run(ready, attempt, done, crew, stop, program, died_at)
+        outcome = _run(ready, attempt, done, crew, stop, program, lock, died_at)
         _tell_end(attempt, outcome)
         if not outcome.accident or not left or stop.signum is not None:
             break
@@ -133,6 +136,7 @@ def _run(
     crew: Crew,
     stop: StopRequest,
     program: Sequence[str],
+    lock: int,
     died_at: float | None,
 ) -> Outcome:
     """One attempt; `died_at` is when the one before failed, if it did, by the monotonic clock."""
@@ -149,6 +153,7 @@ def _run(
         start_within_s=config.run.wait_limit_s,
         stop_within_s=config.launch.stop_within_s,
         kill_after_s=config.launch.kill_after_s,
+        lock=lock,
     )
     with make_view(attempt.run, config.run.steps, done) as view:
         view.line(f"run folder {attempt.run}, {ranks} ranks by {starter.describe()}")

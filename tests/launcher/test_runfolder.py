@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from headrace.comm.errors import ConfigError, DataError, HeadraceError
 from headrace.launcher.config import Config, validate
 from headrace.launcher.export import export
+from headrace.launcher.lock import held
 from headrace.launcher.models import make_tiny_model
 from headrace.launcher.runfolder import (
     RECORDS,
@@ -25,7 +26,6 @@ from headrace.launcher.runfolder import (
     claim_fresh,
     flatten,
     fresh_config,
-    held,
 )
 from headrace.ranks.config import TinyModelConfig
 from headrace.train.checkpoint import CheckpointStore
@@ -238,13 +238,13 @@ def test_an_export_to_a_full_disk_is_one_paragraph_and_leaves_nothing(
 
 def test_a_run_folder_in_use_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with held(run), pytest.raises(ConfigError, match=rf"still going on \(process {os.getpid()}\)"), held(run):
+    with held(run, 1), pytest.raises(ConfigError, match=rf"still going on \(process {os.getpid()}\)"), held(run, 1):
         pass
-    with held(run):
+    with held(run, 1):
         pass
 
 
 def test_a_folder_with_nothing_but_the_lock_is_new(tmp_path: Path) -> None:
     config = Config.model_validate({"rollout": {"engine": "latency"}, "run": {"dir": tmp_path / "run"}})
-    with held(tmp_path / "run"):
+    with held(tmp_path / "run", 1):
         check_new(config)
