@@ -1,6 +1,6 @@
 """Messages over MPI: a header with one tag, its buffers with another, everything non-blocking and driven by `poll`.
 
-    send    ── Isend header (HEADER) ──▶  Improbe any source → Irecv of it → decode → np.empty of the sizes it names
+    send    ── Isend header (HEADER) ──▶  Improbe any source → Irecv of it → decode → buffers of the sizes it names
             ── Isend chunk, chunk … (PAYLOAD) ▶  Irecv chunk, chunk …, in place
 
 MPI keeps the order of messages with one tag between two ranks, so payloads need no numbers: a receiver that takes up
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.comm import wire
+from headrace.comm.buffers import BufferPool
 from headrace.comm.errors import HeadraceError, WaitLimitError
 from headrace.comm.messages import Message
 from headrace.comm.transport import Buffer, Received
@@ -71,6 +72,7 @@ class MpiTransport:
         self._chunk_bytes = chunk_bytes
         self._outgoing: list[_Outgoing] = []
         self._incoming: dict[int, deque[_Incoming]] = {}
+        self._pool = BufferPool()
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
 
@@ -147,7 +149,7 @@ class MpiTransport:
             if not item.header.Test():
                 return
             item.message, sizes = wire.decode(item.frame.data, source)
-            item.buffers = [np.empty(size, np.uint8) for size in sizes]
+            item.buffers = [self._pool.take(size) for size in sizes]
             for chunk in self._chunks(item.buffers):
                 item.payload.append(self._comm.Irecv([chunk, self._mpi.BYTE], source, PAYLOAD_TAG))
 

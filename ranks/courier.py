@@ -61,6 +61,10 @@ class Courier:
     def submit(self, command: Callable[[], None]) -> None:
         """Have the courier run a command soon; from any thread."""
         self._commands.put(command)
+        self.wake()
+
+    def wake(self) -> None:
+        """End its nap: something was queued at a service, by any thread."""
         self._wake.set()
 
     def call(self, command: Callable[[], T], limit_s: float) -> T:
@@ -95,7 +99,7 @@ class Courier:
             WaitLimitError: that took longer than the limit.
         """
         self._leaving.set()
-        self._wake.set()
+        self.wake()
         self._thread.join(limit_s)
         if self._thread.is_alive():
             raise WaitLimitError(f"The courier of rank {self.transport.rank} didn't finish within {limit_s:.0f} s.")
