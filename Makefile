@@ -46,10 +46,10 @@ lint: setup
 	PYTHONPATH=build/types $(BIN)/lint-imports
 
 test: lint
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
 
 test-full: setup model
-	$(BIN)/pytest -m "slow and not slurm_full"
+	$(BIN)/pytest -n 2 --dist loadgroup -m "slow and not slurm_full"
 
 slurm-full: setup
 	HEADRACE_REQUIRE_SLURM=1 $(BIN)/pytest tests/slurm
