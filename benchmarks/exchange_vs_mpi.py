@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from benchmarks import interleaved_medians, report
-from benchmarks.real_ranks import run_ranks
+from benchmarks.ranks import run_ranks
 from headrace.comm.columns import COLUMN_DTYPES
 from headrace.comm.exchange import ExchangeConsumer, ExchangeOwner, SampleStore
 from headrace.comm.messages import Message, Release
