@@ -106,7 +106,8 @@ def test_s0_equals_a_plain_synchronous_loop_bit_for_bit(tmp_path, generators):
 
 @pytest.mark.parametrize(("trainers", "victim"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 0)])
 def test_a_killed_job_resumes_to_the_weights_of_an_uninterrupted_one(tmp_path, trainers, victim):
-    tree = tiny_config(run={"steps": 40}, ranks={"trainers": trainers}, checkpoint={"every": 5})
+    train = {"schedule": "cosine", "warmup_steps": 3}
+    tree = tiny_config(run={"steps": 40}, ranks={"trainers": trainers}, checkpoint={"every": 5}, train=train)
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
     run_job(tree, tmp_path / "whole")
@@ -123,6 +124,7 @@ def test_a_killed_job_resumes_to_the_weights_of_an_uninterrupted_one(tmp_path, t
     last = "runs/job/checkpoints/step_000040"
     assert_same_bits(tmp_path / "whole" / last, tmp_path / "killed" / last)
     whole = metrics_of(tmp_path / "whole")
+    assert len({line["train/lr"] for line in whole}) > 35, "a rate that doesn't change would hide a shifted schedule"
     for name in ("reward/mean", "train/lr", "tickets/trained", "response_length/mean"):
         assert [line[name] for line in metrics] == [line[name] for line in whole], name
 
