@@ -211,6 +211,11 @@ class Job:
             self.failed_at = now
             self.deadline = min(self.deadline or math.inf, now + self.order.kill_after_s)
         late = self.deadline is not None and now >= self.deadline
+        if late and self.stopping and self.failed_at is None and not self.killed:
+            self.on_line(
+                f"The ranks haven't left within {self.order.stop_within_s:g} s (launch.stop_within_s) and are killed: "
+                "they finish the step that they train and write a checkpoint. Raise it if a step takes longer."
+            )
         if (late or self.stop.at_once) and not self.killed:
             self.killed = True
             self.order.starter.kill(self.name)

@@ -149,6 +149,7 @@ def test_ranks_that_ignore_a_stop_are_killed_after_the_limit(launch: Launch, mpi
     job.until_up()
     job.process.send_signal(signal.SIGTERM)
     assert job.wait(10) == 128 + signal.SIGTERM
+    assert "within 1 s (launch.stop_within_s) and are killed" in job.output.read_text()
     assert not any(map(is_alive, job.pids()))
 
 
