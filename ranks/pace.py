@@ -85,7 +85,12 @@ class Pace:
             return self._began + SHORTEST_PAUSE_S
         if (self._is_watcher and self._watch.credits_meet_asks) or self._may_redirect:
             return self._began + self._credit_pause
-        return self._began + max(LONGEST_PAUSE_S, min(self._step_s / 2, SLOWEST_ROUND_S))
+        return self._began + max(LONGEST_PAUSE_S, min(self._likely_s / 2, SLOWEST_ROUND_S))
+
+    @property
+    def _likely_s(self) -> float:
+        """How long the step takes: as the last; while there is none, as long again as by now."""
+        return self._step_s or self._began - self._step_began
 
     @property
     def _may_redirect(self) -> bool:
@@ -100,8 +105,7 @@ class Pace:
         ledgers = self._ledger.ledgers
         messages = ledgers * (ledgers - 1).bit_length()
         rounds = max(CREDIT_ROUNDS, self._ledger.spec.groups_per_step // max(1, messages))
-        step_s = self._step_s or self._began - self._step_began
-        return max(SHORTEST_PAUSE_S, min(step_s, SLOWEST_ROUND_S) / rounds)
+        return max(SHORTEST_PAUSE_S, min(self._likely_s, SLOWEST_ROUND_S) / rounds)
 
     # Words to the watcher
 
