@@ -34,7 +34,7 @@ from headrace.launcher.environment import rank_environment
 from headrace.launcher.failure import LAST_LINES, Failure, first_failure, own_errors
 from headrace.launcher.lifelines import Connections, Fifos, Lifelines
 from headrace.launcher.runfolder import Attempt, writing
-from headrace.launcher.srun_output import NOISE, Report, in_order, is_garbled, reports
+from headrace.launcher.srun_output import NOISE, Report, in_order, is_garbled, reports, without_followers
 from headrace.launcher.starter import Starter
 from headrace.launcher.stop import StopRequest
 
@@ -244,8 +244,10 @@ class Job:
         return any(self.attempt.folder.glob("error_*.txt"))
 
     def _outcome(self, returncode: int, watch: Lifelines) -> Outcome:
-        told = in_order(self._reports(), watch.deaths)
-        if not watch.deaths and own_errors(self.attempt):  # their ranks end by a status, and others are killed for it
+        told = self._reports()
+        deaths = without_followers(watch.deaths, told)
+        told = in_order(told, deaths)
+        if not deaths and own_errors(self.attempt):  # their ranks end by a status, and others are killed for it
             told = [report for report in told if report.status < 128] or told
         status = exit_status(returncode, self.tail, told)
         if status == 0:
@@ -257,7 +259,7 @@ class Job:
         mpirun_signal = -returncode if returncode < 0 and not self.killed else None
         if self.missing and not self._has_errors() and not told:
             return Outcome(status, self._late(), self.failed_at or time.monotonic())
-        failure = first_failure(self.attempt, status, watch.deaths, told, list(self.tail), mpirun_signal)
+        failure = first_failure(self.attempt, status, deaths, told, list(self.tail), mpirun_signal)
         return Outcome(status, failure, self.failed_at or time.monotonic())
 
     def _late(self) -> Failure:

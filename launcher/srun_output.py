@@ -24,6 +24,9 @@ NOISE = re.compile(
 """Lines about ranks that end; the launcher tells their end in its own words."""
 
 SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
+LOST_CONTACT = 14
+"""Status of Open MPI's ranks whose node's daemon has gone away."""
+
 UNKNOWN = 1
 """Status of an end for which srun has words of its own, such as `Out Of Memory`."""
 
@@ -43,6 +46,12 @@ def reports(output: Iterable[str]) -> Iterator[Report]:
     for match in filter(None, map(REPORT.match, output)):
         node, ranks, code, words = match.groups()
         yield Report(node, tuple(_ranks(ranks)), int(code) if code else _status_of(words))
+
+
+def without_followers(deaths: Sequence[int], told: Sequence[Report]) -> list[int]:
+    """`deaths` without the ranks that ended since srun had begun to end the step."""
+    followers = {rank for report in told if report.status == LOST_CONTACT for rank in report.ranks}
+    return [rank for rank in deaths if rank not in followers]
 
 
 def in_order(told: Iterable[Report], deaths: Sequence[int]) -> list[Report]:

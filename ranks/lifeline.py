@@ -9,7 +9,9 @@ rank that fails closes it before it aborts the others.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import socket
 import sys
 import threading
@@ -18,6 +20,9 @@ from pathlib import Path
 import msgspec
 
 OFFER = "lifelines.json"
+TABLE = 1024
+"""File descriptors that a process may have where nobody has raised the limit."""
+
 CONNECT_S = 5.0
 """How long one address of the launcher may take to answer."""
 
@@ -43,15 +48,17 @@ class Lifeline:
     def __init__(self, folder: Path, rank: int) -> None:
         self._held: int | None = None
         """File descriptor; none while there is no connection."""
+        self._ending = False
         alive = folder / f"rank_{rank:03d}.alive"
         if alive.is_fifo():
-            self._held = os.open(alive, os.O_RDWR)  # for reading too, so that it never blocks
+            self._held = _high(os.open(alive, os.O_RDWR))  # for reading too, so that it never blocks
         elif (folder / OFFER).is_file():
             offer = msgspec.json.decode((folder / OFFER).read_bytes(), type=Offer)
             threading.Thread(target=self._connect, args=(offer, rank), name="lifeline", daemon=True).start()
 
     def let_go(self) -> None:
         """Tell the launcher that this rank is about to end, before it has the others ended."""
+        self._ending = True
         held, self._held = self._held, None
         if held is not None:
             os.close(held)
@@ -68,7 +75,9 @@ class Lifeline:
                 complaints.append(f"{address}: {error}")
                 continue
             if welcome == WELCOME:
-                self._held = connection.detach()
+                self._held = _high(connection.detach())
+                if self._ending:
+                    self.let_go()
                 return
             complaints.append(f"{address}: another program listens there")
         print(
@@ -76,3 +85,13 @@ class Lifeline:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _high(fd: int) -> int:
+    """Move a file descriptor to the end of the table: Linux closes a dying process's files from there, and on a busy
+    machine others may hear of the death before it comes to the last ones."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    table = TABLE if soft == resource.RLIM_INFINITY else min(soft, TABLE)
+    high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, table - 16)  # the first of these that is free
+    os.close(fd)
+    return high

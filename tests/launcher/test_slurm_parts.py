@@ -18,7 +18,7 @@ from headrace.launcher.mpi import MpiInstallation
 from headrace.launcher.profile import SBATCH, Profile, load_profile
 from headrace.launcher.run import exit_status
 from headrace.launcher.runfolder import Attempt
-from headrace.launcher.srun_output import in_order, lost_a_node, reports
+from headrace.launcher.srun_output import Report, in_order, lost_a_node, reports, without_followers
 from headrace.launcher.starter import srun_starter
 from headrace.launcher.stop import Stopped, StopRequest
 from headrace.launcher.submit import Wish, prepare, sbatch_environment
@@ -102,6 +102,8 @@ def test_the_first_end_that_srun_reports_gives_ranks_and_status() -> None:
 
 def test_the_end_that_the_launcher_saw_first_counts_before_the_one_that_srun_tells_first(tmp_path: Path) -> None:
     output = ["srun: error: node1: tasks 0-1: Killed", "srun: error: node3: tasks 4-5: Segmentation fault"]
+    followers = [Report("node4", (6,), 14)]
+    assert without_followers([6, 5, 0, 4], followers) == [5, 0, 4]
     told = in_order(reports(output), [5, 0, 4])
     assert [report.node for report in told] == ["node3", "node1"]
     assert exit_status(137, output, told) == 139
