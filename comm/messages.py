@@ -371,6 +371,8 @@ class Stop(Message, frozen=True):
     """False when the run was asked to stop and will go on later."""
     version: int
     """The last version of the run."""
+    generators: list[int]
+    """World ranks of those that share the last evaluation."""
 
 
 class Bye(Message, frozen=True):

@@ -8,6 +8,10 @@ the headers of a source in their order posts the receives of the payloads in the
 arrived from one source waits in a queue until everything before it is whole:
 
     incoming message:  header on its way → payload on its way → whole → delivered (only at the head of its queue)
+
+Where Open MPI was started `--with-ft ulfm`, the death of a rank shows as an error of any call that has to do with it,
+and of `Improbe` until the death is acknowledged. There it is told to `on_lost`; what is under way from it and to it is
+left alone from then on.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +27,7 @@ import numpy as np
 
 from headrace.comm import wire
 from headrace.comm.buffers import BufferPool
-from headrace.comm.errors import HeadraceError, WaitLimitError
+from headrace.comm.errors import HeadraceError, PeerLostError, WaitLimitError
 from headrace.comm.messages import Message
 from headrace.comm.transport import Buffer, Received
 
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
 
 HEADER_TAG = 1
 PAYLOAD_TAG = 2
+ULFM_ON = "OMPI_MCA_mpi_ft_enable"
+"""What `mpirun --with-ft ulfm` sets to 1 for the ranks."""
 HEADERS_PER_POLL = 256
 """So that a flood of messages can't keep one `poll` busy for ever."""
 
@@ -56,20 +62,33 @@ class _Incoming:
     payload: list[MPI.Request] = field(default_factory=list)
 
 
+def ends_the_job(rank: int) -> None:
+    """What a death means to a job that can't do without this rank."""
+    raise PeerLostError(f"Rank {rank} has died; the end of its log in the run folder may say why.")
+
+
 class MpiTransport:
     """A `Transport` over an mpi4py communicator that nothing else uses.
 
     Args:
         comm: every rank of it holds one transport; errors are raised as exceptions (mpi4py's default).
         chunk_bytes: longest single MPI transfer, the same on every rank. Below 2 GiB, because MPI counts in C ints.
+        survives: MPI tells of deaths (see `check_survival`); without it they end the job by MPI's own means.
     """
 
-    def __init__(self, comm: MPI.Comm, chunk_bytes: int = 1 << 30) -> None:
+    def __init__(self, comm: MPI.Comm, chunk_bytes: int = 1 << 30, survives: bool = False) -> None:
         from mpi4py import MPI
 
+        self.on_lost: Callable[[int], None] = ends_the_job
+        """Called by `poll` with every rank that has died; once it returns, nothing comes from that rank any more."""
+        self.lost: set[int] = set()
+        """Ranks that have died."""
+        self._buried: list[object] = []
+        """Transfers with dead ranks: MPI may still know their buffers."""
         self._mpi: Any = MPI
         self._comm = comm
         self._chunk_bytes = chunk_bytes
+        self.survives = survives
         self._outgoing: list[_Outgoing] = []
         self._incoming: dict[int, deque[_Incoming]] = {}
         self._pool = BufferPool()
@@ -82,12 +101,18 @@ class MpiTransport:
         return len(self._outgoing) + sum(map(len, self._incoming.values()))
 
     def send(self, target: int, message: Message, buffers: Sequence[Buffer] = ()) -> None:
-        """Send without waiting; see `Transport.send`."""
+        """Send without waiting; see `Transport.send`. What is sent to a dead rank is dropped."""
+        if target in self.lost:
+            return
         frame = wire.encode(message, wire.sizes_of(buffers))
-        requests = [self._comm.Isend([frame, self._mpi.BYTE], target, HEADER_TAG)]
-        for chunk in self._chunks(buffers):
-            requests.append(self._comm.Isend([chunk, self._mpi.BYTE], target, PAYLOAD_TAG))
+        requests: list[MPI.Request] = []
         self._outgoing.append(_Outgoing(target, requests))
+        try:
+            requests.append(self._comm.Isend([frame, self._mpi.BYTE], target, HEADER_TAG))
+            for chunk in self._chunks(buffers):
+                requests.append(self._comm.Isend([chunk, self._mpi.BYTE], target, PAYLOAD_TAG))
+        except self._mpi.Exception as error:
+            self._excuse(error, target)
 
     def poll(self) -> list[Received]:
         """Drive all transfers; return what has arrived whole, in the order of each source. Never blocks.
@@ -97,7 +122,7 @@ class MpiTransport:
         """
         self._accept_headers()
         received = [item for source in list(self._incoming) for item in self._deliver(source)]
-        self._outgoing = [item for item in self._outgoing if not self._mpi.Request.Testall(item.requests)]
+        self._outgoing = [item for item in self._outgoing if not self._complete(item.requests, item.target)]
         return received
 
     def close(self, limit: float = 60.0) -> None:
@@ -125,18 +150,32 @@ class MpiTransport:
         """Begin to receive the headers that are there. (A blocking receive would wait for a long one's sender.)"""
         status = self._mpi.Status()
         for _ in range(HEADERS_PER_POLL):
-            found = self._comm.Improbe(self._mpi.ANY_SOURCE, HEADER_TAG, status)
+            try:
+                found = self._comm.Improbe(self._mpi.ANY_SOURCE, HEADER_TAG, status)
+            except self._mpi.Exception as error:
+                self._bury(error)
+                continue
             if found is None:
                 return
-            frame = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
+            self._accept(found, status.Get_source(), status.Get_count(self._mpi.BYTE))
+
+    def _accept(self, found: MPI.Message, source: int, size: int) -> None:
+        frame = np.empty(size, np.uint8)
+        try:
             header = found.Irecv([frame, self._mpi.BYTE])
-            self._incoming.setdefault(status.Get_source(), deque()).append(_Incoming(frame, header))
+        except self._mpi.Exception as error:
+            self._excuse(error, source)
+            return
+        if source in self.lost:
+            self._buried.append((frame, header))
+        else:
+            self._incoming.setdefault(source, deque()).append(_Incoming(frame, header))
 
     def _deliver(self, source: int) -> Iterator[Received]:
         """Take the messages of one source a step further, in order; yield those that are whole."""
         queue = self._incoming[source]
         self._post_payloads(source, queue)
-        while queue and (message := queue[0].message) is not None and self._mpi.Request.Testall(queue[0].payload):
+        while queue and (message := queue[0].message) is not None and self._complete(queue[0].payload, source):
             yield Received(source, message, queue.popleft().buffers)
         if not queue:
             del self._incoming[source]
@@ -146,12 +185,49 @@ class MpiTransport:
         for item in queue:
             if item.message is not None:
                 continue
-            if not item.header.Test():
+            if not self._complete([item.header], source):
                 return
-            item.message, sizes = wire.decode(item.frame.data, source)
+            message, sizes = wire.decode(item.frame.data, source)
             item.buffers = [self._pool.take(size) for size in sizes]
-            for chunk in self._chunks(item.buffers):
-                item.payload.append(self._comm.Irecv([chunk, self._mpi.BYTE], source, PAYLOAD_TAG))
+            try:
+                for chunk in self._chunks(item.buffers):
+                    item.payload.append(self._comm.Irecv([chunk, self._mpi.BYTE], source, PAYLOAD_TAG))
+            except self._mpi.Exception as error:
+                self._excuse(error, source)
+                return
+            item.message = message
+
+    def _complete(self, requests: list[MPI.Request], peer: int) -> bool:
+        """Whether all have completed well; those of a dead peer never do, and are buried soon."""
+        try:
+            return bool(self._mpi.Request.Testall(requests))
+        except self._mpi.Exception as error:
+            self._excuse(error, peer)
+            return False
+
+    def _excuse(self, error: Exception, peer: int) -> None:
+        """Pass over an error that the death of the peer explains; `Improbe` will tell of it."""
+        if not self.survives or peer not in self._failed():
+            raise error
+
+    def _failed(self) -> list[int]:
+        """The ranks that MPI knows to have died."""
+        group = self._comm.Get_failed()
+        return list(group.Translate_ranks(range(group.Get_size()), self._comm.Get_group()))
+
+    def _bury(self, error: Exception) -> None:
+        """Acknowledge deaths and tell of them. (What is acknowledged is a part of what is known right after.)"""
+        if not self.survives or not self._failed():
+            raise error
+        self._comm.Ack_failed()
+        for rank in self._failed():
+            if rank in self.lost:
+                continue
+            self.lost.add(rank)
+            self._buried.append(self._incoming.pop(rank, None))
+            self._buried += [item for item in self._outgoing if item.target == rank]
+            self._outgoing = [item for item in self._outgoing if item.target != rank]
+            self.on_lost(rank)
 
     def _unfinished(self, limit: float) -> str:
         targets = sorted({item.target for item in self._outgoing})
@@ -177,6 +253,26 @@ def check_threads() -> None:
             f"{_library()} was started without support for threads (level {MPI.Query_thread()}, needed: "
             f"{MPI.THREAD_SERIALIZED}, SERIALIZED). Unset MPI4PY_RC_THREAD_LEVEL and MPI4PY_RC_THREADS, or use an MPI "
             "that was built with threads."
+        )
+
+
+def check_survival() -> None:
+    """Make sure that MPI tells of deaths instead of ending the job.
+
+    Raises:
+        HeadraceError: it doesn't; the text says how to start it.
+    """
+    from mpi4py import MPI
+
+    try:
+        MPI.COMM_SELF.Get_failed()
+        able = os.environ.get(ULFM_ON) == "1"
+    except (MPI.Exception, NotImplementedError):
+        able = False
+    if not able:
+        raise HeadraceError(
+            f"launch.repair needs an Open MPI that was started by `mpirun --with-ft ulfm`; this is {_library()}. "
+            "Use launch.mpi=openmpi, or leave launch.repair (on your own mpirun line, --repair) out."
         )
 
 

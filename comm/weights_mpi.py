@@ -112,6 +112,14 @@ class MpiPublisher:
             case WeightsTaken(version=version):
                 self._unpin(received.source, version)
 
+    def drop(self, generator: int) -> None:
+        """The generator has died: nothing is sent to it, no snapshot is kept for it. Called by the courier."""
+        self._generators = tuple(each for each in self._generators if each != generator)
+        with self._changed:
+            for snapshot in self._snapshots:
+                snapshot.pulled_by.pop(generator, None)
+            self._changed.notify_all()
+
     def tick(self, now: float) -> None:
         with self._changed:
             newest = self._newest

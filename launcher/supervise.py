@@ -22,6 +22,7 @@ from headrace.launcher.metrics import MetricsTail
 from headrace.launcher.models import make_tiny_model
 from headrace.launcher.plots import learning_curve
 from headrace.launcher.record import Ended, record_end, record_job, record_launcher
+from headrace.launcher.repair import losses
 from headrace.launcher.run import STOPPED, Job, Order, Outcome
 from headrace.launcher.runfolder import (
     INITIAL_MODEL,
@@ -143,6 +144,7 @@ def _run(
     starter = crew.starter()
     ranks, cores = config.ranks.trainers + config.ranks.generators, len(os.sched_getaffinity(0))
     options = ["--attempt", str(attempt.number), "--ranks", str(ranks), *(["--resume"] if done else [])]
+    options += ["--repair"] if config.launch.repair else []
     order = Order(
         starter=starter,
         ranks=ranks,
@@ -154,6 +156,7 @@ def _run(
         stop_within_s=config.launch.stop_within_s,
         kill_after_s=config.launch.kill_after_s,
         lock=lock,
+        repair_within_s=config.run.wait_limit_s if config.launch.repair else None,
     )
     with make_view(attempt.run, config.run.steps, done) as view:
         view.line(f"run folder {attempt.run}, {ranks} ranks by {starter.describe()}")
@@ -190,6 +193,8 @@ class Recovery:
 def _tell_end(attempt: Attempt, outcome: Outcome) -> None:
     if outcome.status == 0 or outcome.status == STOPPED:
         draw(attempt.run)
+        for line in losses(attempt):
+            print(f"headrace: {line}")
     if outcome.failure is not None:
         print(outcome.failure, file=sys.stderr)
     elif outcome.status != 0:

@@ -113,7 +113,7 @@ def link(rank: Rank, comm: MPI.Comm) -> Links:
     device = detect()
     local = roles.local_index(rank.rank)
     device.set_in_thread(local)
-    collective = uses_collective(config, device)
+    collective = uses_collective(config, device) and not rank.repairs  # a dead generator can't come to a broadcast
     several = len(roles.trainers) > 1 and config.rollout.engine != "latency"
     links = Links(device)
     if not collective and not several:
@@ -134,7 +134,9 @@ def make_publisher(rank: Rank, links: Links) -> Publisher:
     config, roles = rank.config.weights, rank.roles
     bucket, limit = config.bucket_mb * MIB, rank.config.run.wait_limit_s
     if links.everyone is None:
-        return MpiPublisher(rank.transport, roles.generators, bucket, config.verify, limit)
+        publisher = MpiPublisher(rank.transport, roles.generators, bucket, config.verify, limit)
+        rank.living.on_loss.append(publisher.drop)
+        return publisher
     from headrace.comm.weights_collective import CollectivePublisher
 
     return CollectivePublisher(

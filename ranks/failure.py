@@ -62,6 +62,8 @@ class Failure:
         """Whether a launcher shows the file to the user."""
         self.lifeline: Lifeline | None = None
         """Let go before the abort, by which others may die first."""
+        self.folder = folder
+        """Of the attempt."""
         self._file = folder / f"error_{rank:03d}.txt"
         self._lost = folder / f"lost_{rank:03d}"
         self._abort = abort

@@ -4,6 +4,7 @@ rank r ── Heartbeat(state, age, version) every heartbeat_s ──▶ rank r+
 a generator silent for reissue_after_s → Silence(r) to all trainers: its tickets go to others
                         … heard again  → Silence(r, over): it may have new ones
 silent for silence_limit_s             → PeerLostError names rank r: the job ends
+rank r is dead, and done without       → the ring closes behind it: its watcher watches the rank before it
 own main thread in one state too long  → its stacks are written to the log: the job ends
 
 Time in which the watcher itself stood still counts for nothing: what was sent meanwhile is still to be read.
@@ -19,6 +20,7 @@ from typing import ClassVar
 from headrace.comm.errors import PeerLostError, WaitLimitError
 from headrace.comm.messages import Heartbeat, Message, Silence
 from headrace.comm.transport import Received, Transport
+from headrace.ranks.living import Living
 from headrace.ranks.topology import RoleMap
 
 LEAVING = "leaving"
@@ -52,6 +54,7 @@ class Heartbeats:
         self,
         transport: Transport,
         roles: RoleMap,
+        living: Living,
         main: MainState,
         every_s: float,
         reissue_s: float,
@@ -65,18 +68,24 @@ class Heartbeats:
         self._reissue = reissue_s
         self._silence = silence_s
         self._stall = STALL_FACTOR * wait_limit_s
-        self._watched = (transport.rank - 1) % transport.size
+        self._living = living
+        self._watched = self._neighbour(-1)
         self._heard: float | None = None
         self._last: Heartbeat | None = None
         self._presumed_lost = False
+        self._unsure = False
+        """A watcher that has died may have taken the watched one for lost."""
         self._ticked: float | None = None
         self._next = 0.0
         self._left = False
+        living.on_loss.append(self._close_ring)
 
     def receive(self, received: Received, now: float) -> None:
         assert isinstance(received.message, Heartbeat)
+        if received.source != self._watched:  # it knows of a death that this rank will hear of
+            return
         self._heard, self._last = now, received.message
-        if self._presumed_lost:
+        if self._presumed_lost or self._unsure:
             self._report(over=True)
 
     def tick(self, now: float) -> None:
@@ -102,10 +111,23 @@ class Heartbeats:
             raise WaitLimitError(
                 f"The main thread of {name} has been in '{state}' for {age:.0f} s; its stacks are in its log."
             )
-        target = (self._transport.rank + 1) % self._transport.size
-        self._transport.send(target, Heartbeat(state, age, self._main.version))
+        self._transport.send(self._neighbour(1), Heartbeat(state, age, self._main.version))
         self._next = now + self._every
         self._left = state == LEAVING
+
+    def _neighbour(self, direction: int) -> int:
+        """The next living rank of the ring."""
+        rank = self._transport.rank + direction
+        while rank % self._transport.size in self._living.lost:
+            rank += direction
+        return rank % self._transport.size
+
+    def _close_ring(self, rank: int) -> None:
+        """A generator has died: watch whom it has watched."""
+        if rank == self._watched:
+            self._watched = self._neighbour(-1)
+            self._heard, self._last, self._presumed_lost = None, None, False
+            self._unsure = self._roles.role(self._watched) == "generator"
 
     def _check(self, now: float) -> None:
         assert self._heard is not None
@@ -120,7 +142,7 @@ class Heartbeats:
 
     def _report(self, over: bool) -> None:
         """Tell the trainers what to think of the watched generator."""
-        self._presumed_lost = not over
+        self._presumed_lost, self._unsure = not over, False
         for trainer in self._roles.trainers:
             self._transport.send(trainer, Silence(self._watched, over))
 

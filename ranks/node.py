@@ -91,6 +91,8 @@ class LedgerNode:
     ) -> None:
         """`ledgers`: world ranks by index. `generators`: world ranks. `state`: that of the whole run that goes on
         (`LedgerState.merge`), saved with any number of ledgers, S and B."""
+        self._dead: set[int] = set()
+        """Generators that don't come back."""
         self.counters: dict[int, GeneratorCounters] = {}
         """The latest totals of each generator that has reported here."""
         self.spec, self.index = spec, index
@@ -204,10 +206,16 @@ class LedgerNode:
             self._send(generator, Forgotten(forgotten))
         self._send_news()
 
+    def died(self, generator: int) -> None:
+        """The generator is gone for good: whoever still says that it is heard again speaks of before."""
+        self._dead.add(generator)
+        self.lost(generator)
+
     def back(self, generator: int) -> None:
         """A generator that was taken for lost is heard again."""
-        self.ledger.asks.back(generator)
-        self._send_news()
+        if generator not in self._dead:
+            self.ledger.asks.back(generator)
+            self._send_news()
 
     @property
     def absent(self) -> Collection[int]:

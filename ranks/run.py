@@ -29,6 +29,7 @@ from headrace.ranks.groups import Group
 from headrace.ranks.heartbeat import Heartbeats, MainState
 from headrace.ranks.journal import JournalWriter, state_of
 from headrace.ranks.learner import Learner
+from headrace.ranks.living import Living
 from headrace.ranks.metrics import MetricsFile, MetricsGatherer
 from headrace.ranks.node import LedgerNode
 from headrace.ranks.recovery import Checkpoints, Restored, covered_by
@@ -75,6 +76,14 @@ class Rank:
     stop: threading.Event = field(default_factory=threading.Event)
     """Set by a signal: end the run after the present step, with a checkpoint."""
     heartbeats: bool = True
+    repairs: bool = False
+    """The run goes on without a generator that has died."""
+    record_loss: Callable[[str], None] = lambda line: None
+    """On trainer 0: leaves the line about a generator that has died where the launcher finds it."""
+    living: Living = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.living = Living(self.roles)
 
     @property
     def rank(self) -> int:
@@ -95,6 +104,7 @@ class Rank:
             beats = Heartbeats(
                 self.transport,
                 self.roles,
+                self.living,
                 self.main,
                 every_s=run.heartbeat_s,
                 reissue_s=self.config.ledger.reissue_after_s,
@@ -128,6 +138,7 @@ class GeneratorRank:
         self._desk = GeneratorDesk(rank.transport, rank.roles)
         services: list[Service] = [self._desk, ExchangeOwner(rank.transport, self._store), subscriber]
         self.courier = rank.courier(services + ([archive] if archive else []))
+        rank.living.under_way = True  # whether the run has begun is for the trainers to say
         if archive is not None:
             self._store.on_put = archive.put
 
@@ -161,9 +172,9 @@ class GeneratorRank:
                 for trainer in rank.roles.trainers:
                     loop.post(trainer, Evaluating(scored, total))
 
-        def evaluate() -> Share:
-            shares = len(rank.roles.generators)
-            return evaluate_share(engine, tasks, scorer, params, rank.index, shares, limit, say_progress)
+        def evaluate(sharers: Sequence[int]) -> Share:
+            share, shares = sharers.index(rank.rank), len(sharers)
+            return evaluate_share(engine, tasks, scorer, params, share, shares, limit, say_progress)
 
         evaluates = len(tasks.held_out) > 0
         rank.main.set("waiting for the first weights")
@@ -171,7 +182,7 @@ class GeneratorRank:
             lambda: loop.reached(rank.start_step), 2 * limit, lambda: "the first weights from the trainers"
         )
         if evaluates and rank.start_step == 0:
-            loop.post(rank.roles.trainers[0], EvalResult("before", engine.version, *evaluate()))
+            loop.post(rank.roles.trainers[0], EvalResult("before", engine.version, *evaluate(rank.roles.generators)))
         for group in self._unfinished:
             loop.resume(group.key, group.trajectories)
         while self._desk.stop is None:
@@ -223,6 +234,9 @@ class TrainerRank:
         self._leader = self._make_leader() if rank.index == 0 else None
         services: list[Service] = [failed, self._node, consumer, self._desk, publisher]
         self.courier = rank.courier(services + ([self._leader] if self._leader else []))
+        rank.living.on_loss.append(self._node.died)
+        if self._leader is not None:
+            rank.living.on_loss += [self._leader.do_without, self._tell_loss]
 
     def _make_leader(self) -> LeaderDesk:
         rank, step = self._rank, self._restored.step
@@ -290,6 +304,7 @@ class TrainerRank:
         loop.start()
         if self._restored.replay:
             checkpoints.write(start_step)
+        self.courier.submit(self._begin)
         stopping = False
         while not loop.done:
             if rank.stop.is_set() and not stopping:
@@ -300,7 +315,9 @@ class TrainerRank:
         rank.main.set("ending the run")
         if leader is not None:
             complete = not rank.stop.is_set()
-            yield from lead_end(leader, self._desk, self.courier, rank.roles, loop.version, complete, limit)
+            yield from lead_end(
+                leader, self._desk, self.courier, rank.roles, rank.living, loop.version, complete, limit
+            )
         yield from await_stop(self._desk, 2 * limit, lambda: self._desk.evaluated_at)
         if leader is not None:
             self.courier.call(leader.metrics.close, limit)
@@ -310,6 +327,18 @@ class TrainerRank:
     def wait(self) -> None:
         self.courier.news.wait(IDLE_S)
         self.courier.news.clear()
+
+    def _begin(self) -> None:
+        """In the courier: from here on this trainer can do without a generator."""
+        self._rank.living.under_way = True
+
+    def _tell_loss(self, generator: int) -> None:
+        """On the terminal, and for the launcher, which tells it once more at the end."""
+        left, step = len(self._rank.living.generators), self._node.ledger.step + 1
+        name, at = self._rank.roles.name(generator), time.strftime("%H:%M:%S")
+        line = f"{name} died at {at}, in step {step}; {left} left to generate"
+        self._rank.say(line)
+        self._rank.record_loss(line)
 
     def _record(self, step: int, line: dict[str, Any], groups: Sequence[FormedGroup]) -> None:
         assert self._leader is not None
@@ -366,11 +395,14 @@ def run_main(loop: Iterator[None], wait: Callable[[], None]) -> None:
 
 
 def _write_evaluation(rank: Rank, leader: LeaderDesk, file: EvaluationFile, label: str) -> None:
-    """Once every generator has answered its share: one line in evaluations.jsonl and on the terminal."""
+    """Once every generator has answered its share, or died: one line in evaluations.jsonl and on the terminal."""
     results = leader.evaluations[label]
-    if len(results) < len(rank.roles.generators):
+    if label in leader.evaluated or not results.keys() >= set(rank.living.generators):
         return
     share = summed_up(results.values())
+    if not share.total:  # whoever has died had all tasks
+        return
+    leader.evaluated.add(label)
     accuracy = share.correct / share.total
     version = max(result.version for result in results.values())
     line = {"label": label, "version": version, "accuracy": accuracy, "tasks": share.total, "failed": share.failed}

@@ -14,7 +14,7 @@ runs the other role. This module holds what the two roles yield through at the e
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from headrace.comm.errors import WaitLimitError
 from headrace.comm.messages import Bye, EvalResult, Stop
@@ -22,10 +22,12 @@ from headrace.ranks.courier import Courier
 from headrace.ranks.evaluation import Share
 from headrace.ranks.generator import GeneratorDesk, GeneratorLoop
 from headrace.ranks.groups import Group
+from headrace.ranks.living import Living
 from headrace.ranks.topology import RoleMap
 from headrace.ranks.trainer import LeaderDesk, TrainerDesk
 
-Evaluate = Callable[[], Share]
+Evaluate = Callable[[Sequence[int]], Share]
+"""From the world ranks that share an evaluation to this one's part of it."""
 
 
 def until(
@@ -48,6 +50,7 @@ def lead_end(
     desk: TrainerDesk,
     courier: Courier,
     roles: RoleMap,
+    living: Living,
     version: int,
     complete: bool,
     limit_s: float,
@@ -55,17 +58,18 @@ def lead_end(
     """Steps 2 and 3, on trainer 0; `complete` unless the run was asked to stop and will go on later."""
 
     def send(targets: tuple[int, ...], stage: int) -> None:
+        stop = Stop(stage, complete, version, list(living.generators))
         for rank in targets:
-            courier.submit(lambda rank=rank: courier.transport.send(rank, Stop(stage, complete, version)))  # type: ignore[misc]
+            courier.submit(lambda rank=rank: courier.transport.send(rank, stop))  # type: ignore[misc]
 
     def missing() -> str:
-        absent = [roles.name(rank) for rank in roles.generators if rank not in leader.gone]
+        absent = [roles.name(rank) for rank in living.generators if rank not in leader.gone]
         return f"the end of {', '.join(absent) or 'the metrics of the last step'}"
 
     def over() -> bool:
-        return len(leader.gone) == len(roles.generators) and leader.metrics.written >= version - 1
+        return leader.gone.issuperset(living.generators) and leader.metrics.written >= version - 1
 
-    send(roles.generators, 1)
+    send(living.generators, 1)
     yield from until(over, limit_s, missing, lambda: desk.evaluated_at)
     send(tuple(range(len(roles.hosts))), 2)
 
@@ -95,5 +99,5 @@ def end_generator(
         keep(groups)
     yield from until(lambda: loop.reached(stop.version), limit_s, lambda: f"version {stop.version} of the weights")
     if evaluate is not None and stop.complete:
-        loop.post(leader, EvalResult("after", loop.engine.version, *evaluate()))
+        loop.post(leader, EvalResult("after", loop.engine.version, *evaluate(stop.generators)))
     loop.post(leader, Bye(1))

@@ -8,6 +8,10 @@
 3. Process groups from stores with ports of their own; services; courier started; engine made; main loop.
 4. The cascade of `ranks.shutdown`; last barrier; MPI finalized.
 
+With `--repair` the job goes on without a generator that has died (see `ranks.living`). MPI can't be finalized after
+that, and mpirun's status says nothing: the last barrier is one of messages, trainer 0 leaves the status in a file of
+the attempt, and every rank ends at once.
+
 The main thread calls MPI only before the courier has started and after it has ended.
 """
 
@@ -29,12 +33,13 @@ from typing import TYPE_CHECKING
 import yaml
 from pydantic import ValidationError
 
-from headrace.comm.errors import ConfigError, HeadraceError, WaitLimitError
+from headrace.comm.errors import ConfigError, HeadraceError, PeerLostError, WaitLimitError
 from headrace.comm.messages import Hello
-from headrace.comm.mpi import MpiTransport, check_threads, check_world
+from headrace.comm.mpi import MpiTransport, check_survival, check_threads, check_world
 from headrace.ranks.build import build_generator, build_trainer, launch_of, link, load_data, start_step_of
 from headrace.ranks.config import JobConfig
 from headrace.ranks.failure import Failure, announce, arrive, open_log
+from headrace.ranks.farewell import LOSSES, add_line, leave_without_mpi
 from headrace.ranks.heartbeat import LEAVING, MainState
 from headrace.ranks.lifeline import Lifeline
 from headrace.ranks.run import Rank, run_main
@@ -79,10 +84,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fail.watch_threads()
         check_threads()
         check_world(world, options.ranks)
+        if options.repair:
+            check_survival()
         stop = _stop_on_signals()
         comm, request = world.Idup()
         _complete(request, config.run.wait_limit_s, "Other ranks haven't started MPI")
-        _run(comm, config, options.resume, fail, terminal.write, stop)
+        transport = MpiTransport(comm, survives=options.repair)
+        _run(comm, transport, config, options.resume, fail, terminal.write, stop)
+        if options.repair:
+            leave_without_mpi(comm, transport, attempt, STOPPED if stop.is_set() else 0, LEAVE_LIMIT_S)
+        _leave(comm)
     except BaseException as error:
         fail(error)
     if stop.is_set():
@@ -123,15 +134,21 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--attempt", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--ranks", type=int, default=None)
+    parser.add_argument("--repair", action="store_true")
     return parser.parse_args(arguments)
 
 
 def _run(
-    comm: MPI.Comm, config: JobConfig, resume: bool, fail: Failure, write: Callable[[str], int], stop: threading.Event
+    comm: MPI.Comm,
+    transport: MpiTransport,
+    config: JobConfig,
+    resume: bool,
+    fail: Failure,
+    write: Callable[[str], int],
+    stop: threading.Event,
 ) -> None:
     rank = comm.Get_rank()
     data = load_data(config)
-    transport = MpiTransport(comm)
     cores = number_ranges(sorted(os.sched_getaffinity(0)))
     hello = Hello(socket.gethostname(), _facts(config) | data.facts, cores)
     start_step = start_step_of(config, resume)
@@ -156,14 +173,16 @@ def _run(
         say=say,
         early=early,
         stop=stop,
+        repairs=transport.survives,
+        record_loss=lambda line: add_line(fail.folder / LOSSES, line),
     )
     build = build_trainer if roles.role(rank) == "trainer" else build_generator
     parts = build(shared, data, link(shared, comm))
+    transport.on_lost = shared.living.lose
     parts.courier.start()
     run_main(parts.main(), parts.wait)
     shared.main.set(LEAVING)
     parts.courier.stop(LEAVE_LIMIT_S)
-    _leave(comm)
 
 
 def _facts(config: JobConfig) -> dict[str, str]:
@@ -197,7 +216,18 @@ def _leave(comm: MPI.Comm) -> None:
 def _complete(request: MPI.Request, limit_s: float, complaint: str) -> None:
     """Wait for a collective of all ranks, within a limit."""
     deadline = time.monotonic() + limit_s
-    while not request.Test():
+    while not _test(request):
         if time.monotonic() > deadline:
             raise WaitLimitError(f"{complaint} within {limit_s:.0f} s; look at the ends of their logs.")
         time.sleep(POLL_S)
+
+
+def _test(request: MPI.Request) -> bool:
+    from mpi4py import MPI
+
+    try:
+        return request.Test()
+    except MPI.Exception as error:
+        if error.Get_error_class() != MPI.ERR_PROC_FAILED:
+            raise
+        raise PeerLostError("A rank has died at the start of the job; the end of its log may say why.") from error

@@ -178,6 +178,8 @@ class LeaderDesk:
         self.parts: dict[int, bytes] = {}
         """Ledger states of the checkpoint that is being written, by rank."""
         self.evaluations: dict[str, dict[int, EvalResult]] = {}
+        self.evaluated: set[str] = set()
+        """Labels of the evaluations that are over."""
         self.gone: set[int] = set()
         self.on_evaluation: Callable[[str], None] = lambda label: None
 
@@ -195,6 +197,11 @@ class LeaderDesk:
 
     def tick(self, now: float) -> None:
         """Everything here is done as it comes in."""
+
+    def do_without(self, generator: int) -> None:
+        """A generator has died: evaluations that waited for its share are over."""
+        for label in self.evaluations:
+            self.on_evaluation(label)
 
 
 def mask_older(groups: list[list[Trajectory]], version: int) -> list[list[Trajectory]]:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.comm.errors import HeadraceError, WaitLimitError
-from headrace.comm.messages import WeightsPart, WeightsReady
+from headrace.comm.messages import WeightsPart, WeightsPull, WeightsReady
 from headrace.comm.simulated import Delay, SimulatedNetwork, SimulatedTransport, no_delay
 from headrace.comm.transport import Received
 from headrace.comm.weights import TensorSpec, Version, WeightTensor
@@ -350,6 +350,22 @@ def test_versions_must_rise() -> None:
     world.publish(3)
     with pytest.raises(ValueError, match="version 3 published after version 3"):
         world.publish(3)
+
+
+def test_a_dead_generator_holds_no_snapshot_and_is_sent_nothing() -> None:
+    world = World(simple(1), generators=2)
+    publisher, dead = world.publishers[0], world.generators[0]
+    for version in range(SNAPSHOTS):
+        publisher.publish(version, world.share(0, version))
+        pull = WeightsPull(version, 0)
+        publisher.receive(Received(dead, pull), 0.0)
+    assert not publisher._has_room(), "it pins every snapshot"
+    publisher.drop(dead)
+    assert publisher._has_room()
+    world.transports[dead].poll()
+    publisher.tick(0.0)
+    assert world.transports[dead].poll() == []
+    assert [r.message for r in world.transports[world.generators[1]].poll()] == [WeightsReady(SNAPSHOTS - 1, False)]
 
 
 def test_publisher_and_subscriber_survive_real_threads() -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from headrace.comm.errors import ConfigError
 from headrace.launcher.allocation import Allocation
 from headrace.launcher.config import Config
-from headrace.launcher.crew import Crew
+from headrace.launcher.crew import Crew, with_ranks
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]"}
 
@@ -49,6 +50,17 @@ def test_without_a_spare_node_fewer_generate(crew: Crew, monkeypatch: pytest.Mon
 def test_too_few_nodes_end_the_job(crew: Crew, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]) -> None:
     monkeypatch.setattr(Allocation, "answering", lambda self: ("n1",))
     assert crew.drop_lost(config(**sections)) is None
+
+
+def test_repair_is_refused_without_an_mpi_that_can_do_it() -> None:
+    launch = config(launch={"repair": True, "mpi": "mpich"}).launch
+    with pytest.raises(ConfigError, match=r"launch\.repair needs an Open MPI 5.*mpich .*isn't one"):
+        Crew(launch, {})
+
+
+def test_repair_needs_a_generator_that_is_left() -> None:
+    with pytest.raises(ConfigError, match=r"-n 2: .launch\.repair. needs a generator that is left"):
+        with_ranks(config(launch={"repair": True}), 2)
 
 
 def test_all_nodes_alive_changes_nothing(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:

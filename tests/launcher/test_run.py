@@ -251,3 +251,10 @@ def test_a_run_resumed_before_its_first_checkpoint_begins_again(launch: Launch) 
     assert "--resume" not in (first.run / "latest" / "rank_000.log").read_text()
     assert len((first.run / "metrics.jsonl").read_text().splitlines()) == 3
     assert len((first.run / "attempt_01" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_ranks_that_do_not_get_over_a_death_are_ended(launch: Launch) -> None:
+    job = launch("openmpi", "kill", overrides=("launch.repair=true", "run.wait_limit_s=4"))
+    assert job.wait(60) not in (0, 75)
+    assert "Rank 1 died, and the others haven't gone on without it within 4 s" in job.errors.read_text()
+    assert not any(map(is_alive, job.pids()))

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +49,13 @@ class Ended:
 
 
 def run_ranks(
-    mpi: str, ranks: int, program: str, *arguments: object, limit_s: float = 120, library: str | None = None
+    mpi: str,
+    ranks: int,
+    program: str,
+    *arguments: object,
+    limit_s: float = 120,
+    library: str | None = None,
+    options: Sequence[str] = (),
 ) -> Ended:
     """Run `programs/{program}.py` on so many ranks; an uncaught exception of one aborts all.
 
@@ -59,12 +66,13 @@ def run_ranks(
         arguments: for the program.
         limit_s: after so many seconds everything that was started is killed.
         library: the MPI whose library the ranks load, if it isn't the launcher's.
+        options: more of the launcher.
     """
     for file in (Path(LAUNCHERS[mpi][0]), LIBRARIES[library or mpi]):
         if not file.exists():
             pytest.skip(f"{file} isn't installed")
     python = [sys.executable, "-m", "mpi4py", str(PROGRAMS / f"{program}.py"), *map(str, arguments)]
-    command = [*LAUNCHERS[mpi], "-n", str(ranks), *python]
+    command = [*LAUNCHERS[mpi], *options, "-n", str(ranks), *python]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, env=environment(library or mpi), stdout=pipe, stderr=pipe, text=True)
     try:

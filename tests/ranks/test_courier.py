@@ -13,6 +13,7 @@ from headrace.comm.simulated import SimulatedNetwork
 from headrace.ranks.config import RanksConfig
 from headrace.ranks.courier import Courier
 from headrace.ranks.heartbeat import LEAVING, Heartbeats, MainState
+from headrace.ranks.living import Living
 from headrace.ranks.startup import disagreement, meet
 from headrace.ranks.topology import plan_roles
 
@@ -74,10 +75,17 @@ def test_an_exception_in_a_service_is_reported():
     assert isinstance(errors[0], KeyError)
 
 
-def heartbeats(network, rank, roles, silence=5.0, limit=100.0, reissue=100.0):
+def heartbeats(network, rank, roles, silence=5.0, limit=100.0, reissue=100.0, living=None):
     main = MainState("testing")
     beats = Heartbeats(
-        network.transport(rank), roles, main, every_s=1.0, reissue_s=reissue, silence_s=silence, wait_limit_s=limit
+        network.transport(rank),
+        roles,
+        living or Living(roles),
+        main,
+        every_s=1.0,
+        reissue_s=reissue,
+        silence_s=silence,
+        wait_limit_s=limit,
     )
     return beats, main
 
@@ -132,6 +140,26 @@ def test_a_silent_generator_is_reported_to_all_trainers_and_again_when_it_is_hea
     assert silences(network, 0) == silences(network, 1) == [Silence(2, over=True)]
     tick_until(watcher, now + 9, now + 13)
     assert silences(network, 0) == []
+
+
+def test_the_ring_closes_behind_a_dead_generator_and_old_reports_of_its_watch_are_taken_back():
+    network = SimulatedNetwork(4)
+    roles = plan_roles(["a"] * 4, RanksConfig(trainers=1, generators=3))
+    living = Living(roles)
+    living.under_way = True
+    watcher, _ = heartbeats(network, 3, roles, silence=60, reissue=5, living=living)
+    before, _ = heartbeats(network, 1, roles, living=living)
+    now = time.monotonic()
+    tick_until(watcher, now, now + 3)
+    living.lose(2)
+    network.transport(0).poll()
+    before.tick(now + 3)
+    assert silences(network, 3, watcher, now + 3) == []
+    assert silences(network, 0) == [Silence(1, over=True)], "rank 2 may have taken it for lost"
+    tick_until(watcher, now + 3, now + 7.9)
+    assert silences(network, 0) == []
+    tick_until(watcher, now + 7.9, now + 8.5)
+    assert silences(network, 0) == [Silence(1, over=False)], "rank 1 is watched now"
 
 
 def test_a_silent_trainer_is_never_presumed_lost_only_missed_in_the_end():

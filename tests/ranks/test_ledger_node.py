@@ -423,3 +423,13 @@ def test_a_silent_generator_hears_what_was_forgotten_and_gets_tickets_when_it_is
     job.tell_all(Silence(job.generator, over=True))
     job.pass_time(0.1)
     assert job.grants[2:] == [TicketGrant(0, 1, 0)]
+
+
+def test_a_dead_generator_does_not_come_back_by_an_old_report() -> None:
+    job = Job(LedgerSpec(1, 1, 1, 1, 100), 1)
+    job.say(Ask(2))
+    job.pass_time(0.1)
+    job.nodes[0].died(job.generator)
+    assert job.nodes[0].counts().returned == 2
+    job.tell_all(Silence(job.generator, over=True))
+    assert job.nodes[0].absent == {job.generator}
