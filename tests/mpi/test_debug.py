@@ -11,7 +11,7 @@ import yaml
 from jobs import metrics_of, run_job
 from tiny import assert_same_bits, tiny_config
 
-ONLY_OF_RANKS = {"attempt_#/mpirun.log"} | {f"attempt_#/rank_#.{end}" for end in ("log", "pid")}
+ONLY_OF_RANKS = {"attempt_#/mpirun.log"} | {f"attempt_#/rank_#.{end}" for end in ("log", "pid", "here")}
 
 
 def files_of(folder: Path) -> set[str]:
