@@ -46,13 +46,13 @@ lint: setup
 	PYTHONPATH=build/types $(BIN)/lint-imports
 
 test: lint
-	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 test-full: setup model
-	$(BIN)/pytest -n 2 --dist loadgroup -m "slow and not slurm_full"
+	$(BIN)/pytest -n 2 --dist loadfile -m "slow and not slurm_full"
 
 slurm-full: setup
-	HEADRACE_REQUIRE_SLURM=1 $(BIN)/pytest tests/slurm
+	HEADRACE_REQUIRE_SLURM=1 $(BIN)/pytest -n 2 --dist loadfile tests/slurm
 
 simulate: setup
 	$(BIN)/python tests/simulation/simulate.py

@@ -24,6 +24,8 @@ from pathlib import Path
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "ip", "nsenter", "unshare")
 CPUS = 16
 READY_LIMIT_S = 60
+MEND_LIMIT_S = 180
+"""Slurm looks for a node that was down only now and then."""
 FOREIGN = ("SLURM_", "SBATCH_", "PMI", "OMPI_", "PRTE_", "MPI4PY_", "HEADRACE_")
 
 CONF = """\
@@ -242,7 +244,7 @@ class Cluster:
             self.ask("scontrol", "update", f"nodename={node}", "state=resume", check=False)
             return self.ask("sinfo", "-h", "-p", "debug", "-n", node, "-o", "%T") == "idle"
 
-        assert self.wait(idle, 60), self.ask("sinfo", "-N", "-l")
+        assert self.wait(idle, MEND_LIMIT_S), self.ask("sinfo", "-N", "-l")
 
     def processes(self, *nodes: str) -> list[int]:
         """Pids of what runs on some nodes, or all, besides Slurm's daemons."""
