@@ -10,11 +10,8 @@ and one group of 1 GiB. GB/s, medians of interleaved rounds.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, ClassVar
@@ -22,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from benchmarks import interleaved_medians, report
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import abort, parse_options, run_ranks
 from headrace.comm.columns import COLUMN_DTYPES
 from headrace.comm.exchange import ExchangeConsumer, ExchangeOwner, SampleStore
 from headrace.comm.messages import Message, Release
@@ -77,12 +74,6 @@ def pull_all(consumer: ExchangeConsumer, courier: Courier, groups: int, in_fligh
             assert all(item.versions[-1] == item.unit.sample for item in samples)
             pulled += sum(len(item.tokens) for item in samples) * BYTES_PER_TOKEN
     return pulled / (time.perf_counter() - begun) / 1e9
-
-
-def abort(error: BaseException) -> None:
-    """End both ranks: an error of a courier must not leave its main thread waiting."""
-    traceback.print_exception(error)
-    os._exit(1)
 
 
 class PlainTurn:
@@ -154,11 +145,7 @@ def rank_main(case: str, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    parser.add_argument("--quick", action="store_true", help="one round instead of five")
-    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_options(__doc__)
     rounds = 1 if options.quick else 5
     if options.rank_of:
         rank_main(options.rank_of, rounds)

@@ -9,7 +9,6 @@ GB/s of the 270 MB, medians of interleaved rounds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks import interleaved_medians, report
-from benchmarks.exchange_vs_mpi import abort
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import abort, parse_options, run_ranks
 from headrace.comm.devices import detect
 from headrace.comm.groups import make_group, share_store
 from headrace.comm.mpi import MpiTransport
@@ -126,11 +124,7 @@ def rank_main(transport: str, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    parser.add_argument("--quick", action="store_true", help="one round instead of five")
-    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_options(__doc__)
     if options.rank_of:
         rank_main(options.rank_of, 1 if options.quick else 5)
         return
