@@ -23,8 +23,8 @@ CRASHED = "Fatal Python error: "
 """What Python's fault handler writes into the log of a rank that a SIGSEGV, SIGBUS, SIGABRT or SIGFPE ends."""
 
 GARBLED = (
-    "MPICH's ranks couldn't start, since Slurm's pmi2 plugin cut what they told each other. It happens by chance: "
-    "start again, or use launch.starter=mpirun, which doesn't need the plugin."
+    "MPICH's ranks couldn't start, since Slurm's pmi2 plugin cut what they told each other. It happens by chance, on "
+    "some machines always: use launch.starter=mpirun, which doesn't need the plugin, or launch.mpi=openmpi."
 )
 
 NAMED_RANK = (

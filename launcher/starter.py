@@ -26,6 +26,11 @@ PMI: dict[Family, tuple[str, ...]] = {"openmpi": ("pmix",), "mpich": ("pmi2", "c
 """The process management interfaces that each family's library speaks under srun, the usual one first. Under any other
 every process would be a world of its own."""
 
+CUTTING = "pmi2"
+"""Slurm's plugin of this type reads at most 1,024 bytes of a message and takes the rest for another one (22.05 to
+26.05, `handle_pmi1_cmd`). MPICH 5 over several nodes sends the 4,096 bytes from the start of its address, zeros
+shortened, in values of up to 1,022 characters: what lies behind the address decides whether a message is cut."""
+
 TEARDOWN_S = 60
 """When the first rank has left, the others have so long to leave, too."""
 

@@ -19,7 +19,7 @@ from headrace.launcher.doctor.findings import Check, Finding, ok, warn
 from headrace.launcher.mpi import Family, MpiInstallation
 from headrace.launcher.profile import Profile
 from headrace.launcher.queue import ask, tell
-from headrace.launcher.starter import PMI, step_options
+from headrace.launcher.starter import CUTTING, PMI, step_options
 from headrace.launcher.submit import send
 
 PMI_TYPES = re.compile(r"\b(none|pmi2|pmix(?:_v\d+)?|cray_shasta|openmpi)\b")
@@ -41,8 +41,9 @@ def offered_types() -> list[str]:
 
 
 def pmi_of(family: Family, offered: Sequence[str]) -> str | None:
-    """The type by which srun starts ranks of this MPI as one world."""
-    return next((kind for kind in PMI[family] if kind in offered), None)
+    """The type by which srun starts ranks of this MPI as one world, every time."""
+    usual = next((kind for kind in PMI[family] if kind in offered), None)
+    return None if usual == CUTTING else usual  # cray_shasta is offered also where there is no Cray
 
 
 def examine_slurm(check: str, ask_slurm: Check) -> Finding:
@@ -72,8 +73,12 @@ def check_pmi(installation: MpiInstallation, offered: Sequence[str] | None = Non
     wanted = " or ".join(PMI[installation.family])
     other = next((family for family in PMI if pmi_of(family, offered)), None)
     instead = f", or take launch.mpi={other}" if other else ""
-    text = f"srun offers {types}, but {installation.family} needs {wanted}: each process would be a world of its own"
-    return warn("PMI", text, f"Start the ranks by mpirun inside the job, as the doctor does{instead}.")
+    if CUTTING in PMI[installation.family] and CUTTING in offered:
+        why = f"{CUTTING} cuts what its ranks tell each other: over several nodes a start fails by chance"
+    else:
+        why = f"{installation.family} needs {wanted}: each process would be a world of its own"
+    remedy = f"Start the ranks by mpirun inside the job (launch.starter=mpirun), as the doctor does{instead}."
+    return warn("PMI", f"srun offers {types}, but {why}", remedy)
 
 
 def check_requeue() -> Finding:

@@ -58,8 +58,10 @@ def submit(cluster: Cluster, folder: Path, config: dict[str, Any], *words: str, 
 
 
 def profile(folder: Path, **keys: Any) -> tuple[str, str]:
-    """A site's own profile, as options for `submit`."""
-    (folder / "site.yaml").write_text(yaml.safe_dump({"warn_s": 1, "requeues": 5, "relaunches": 0} | keys))
+    """A site's own profile, as options for `submit`. By srun MPICH starts only by chance."""
+    starter = "mpirun" if keys.get("mpi") == "mpich" and "pmi" not in keys else "srun"
+    base = {"starter": starter, "warn_s": 1, "requeues": 5, "relaunches": 0}
+    (folder / "site.yaml").write_text(yaml.safe_dump(base | keys))
     return "--profile", "site.yaml"
 
 
@@ -111,8 +113,7 @@ def slow_job(steps: int = STEPS, **sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def site(folder: Path, mpi: str, **keys: Any) -> tuple[str, ...]:
-    starter = "srun" if mpi == "openmpi" else "mpirun"
-    return (*profile(folder, mpi=mpi, starter=starter, **keys), "--nodes", "4")
+    return (*profile(folder, mpi=mpi, **keys), "--nodes", "4")
 
 
 def warn(cluster: Cluster, job: str) -> None:

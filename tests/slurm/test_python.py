@@ -40,7 +40,7 @@ def test_a_job_that_slurm_queues_again_by_itself_finishes(login: Cluster, tmp_pa
 
 def test_cancel_leaves_a_checkpoint_and_no_job(login: Cluster, tmp_path: Path) -> None:
     config = latency_config(run={"steps": 100_000}, ranks=RANKS)
-    job = submit_job(config, executor="slurm", nodes=2, profile=Profile(mpi="mpich"))
+    job = submit_job(config, executor="slurm", nodes=2, profile=Profile(starter="mpirun", mpi="mpich"))
     until_step(login, tmp_path, 5)
     began = time.monotonic()
     job.cancel()
@@ -57,7 +57,7 @@ def test_cancel_leaves_a_checkpoint_and_no_job(login: Cluster, tmp_path: Path) -
         config,
         executor="slurm",
         nodes=2,
-        profile=Profile(mpi="mpich"),
+        profile=Profile(starter="mpirun", mpi="mpich"),
         resume=True,
         overrides=[f"run.steps={step + 3}"],
     )

@@ -102,7 +102,7 @@ def test_two_jobs_share_the_nodes_and_a_failure_of_one_is_none_of_the_other(clus
 
 def test_ten_submits_at_once_are_ten_runs(cluster: Cluster, tmp_path: Path) -> None:
     config = latency_config(ranks={"generators": 1, "trainers": 1}, run={"steps": 3})
-    site = profile(tmp_path, mpi="mpich", starter="mpirun")
+    site = profile(tmp_path, mpi="mpich")
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(config))
     with ThreadPoolExecutor() as pool:
         words = [("submit", "job.yaml", *site, f"run.name=run{number}") for number in range(10)]
@@ -140,7 +140,7 @@ def test_a_sweep_is_an_array_of_runs(cluster: Cluster, tmp_path: Path) -> None:
 def test_ranks_get_the_npus_and_the_cores_of_their_job(cluster: Cluster, tmp_path: Path) -> None:
     """srun itself gives every task one core, whatever sbatch was told."""
     keys = {"gres": "npu:2", "visible": {"npu": "ASCEND_RT_VISIBLE_DEVICES"}, "cpus_per_rank": 2}
-    site = profile(tmp_path, mpi="mpich", **keys)
+    site = profile(tmp_path, mpi="openmpi", **keys)
     config = latency_config(ranks={"generators": 3, "trainers": 1, "threads": 0}, run={"steps": 2000})
     jobs = []
     for name in ("one", "two"):
