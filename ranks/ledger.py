@@ -25,6 +25,8 @@ together is in `forming.py`, how they talk in `node.py`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import groupby
+from operator import attrgetter
 
 from headrace.comm.messages import SampleMeta, TicketGrant
 from headrace.ranks import forming
@@ -45,6 +47,8 @@ from headrace.ranks.tickets import (
     require,
 )
 from headrace.ranks.totals import Totals
+
+_KEY = attrgetter("ticket", "attempt")
 
 
 class Ledger:
@@ -131,27 +135,21 @@ class Ledger:
     def finished(self, generator: int, *samples: SampleMeta) -> None:
         """Samples are finished; the last one finishes its group. What doesn't count is counted as superseded."""
         size = self.spec.group_size
-        for sample in samples:  # nothing is called that needn't be: this is most of a ledger's work
-            ticket, attempt = self._tickets.get(sample.ticket), sample.attempt
-            if ticket is None or not ticket.lacks(sample.sample, attempt, sample.born, size):
-                self._supersede(generator, sample.ticket, attempt)
-                continue
-            work = ticket.works.get(attempt)
-            if work is None or work.generator != generator:
-                work = ticket.work(attempt, generator)
-            work.samples[sample.sample] = sample
-            if len(work.samples) + len(work.left_out) == size:
+        for (number, attempt), group in groupby(samples, key=_KEY):
+            results = list(group)
+            ticket = self._tickets.get(number)
+            taken = ticket.take(generator, attempt, results, size) if ticket is not None else 0
+            if ticket is not None and taken and ticket.works[attempt].settled == size:
                 self._complete(ticket, attempt)
+            for _ in range(len(results) - taken):
+                self._supersede(generator, number, attempt)
 
     def left_out(self, generator: int, number: int, sample: int, attempt: int) -> None:
         """A sample of a group that was cut ends without data."""
         ticket = self._tickets.get(number)
-        if ticket is None or not ticket.lacks(sample, attempt, ticket.floor, self.spec.group_size):
+        if ticket is None or not ticket.leave_out(generator, attempt, sample, self.spec.group_size):
             self._supersede(generator, number, attempt)
-            return
-        work = ticket.work(attempt, generator)
-        work.left_out.add(sample)
-        if work.settled == self.spec.group_size:
+        elif ticket.works[attempt].settled == self.spec.group_size:
             self._complete(ticket, attempt)
 
     def failed(self, number: int, attempt: int, reason: str) -> None:
@@ -197,7 +195,7 @@ class Ledger:
     def _complete(self, ticket: Ticket, attempt: int) -> None:
         """An attempt is whole."""
         work = ticket.works[attempt]
-        if ticket.is_late(work):
+        if attempt != ticket.attempt and ticket.is_late(work):
             self._totals.superseded += work.settled
             del ticket.works[attempt]
             self.notices.drop(work.generator, ticket.number, attempt)

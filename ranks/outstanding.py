@@ -9,6 +9,7 @@ the first goes on. The first attempt that is whole, and young enough, makes the 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -80,19 +81,45 @@ class Ticket:
     def open(self) -> bool:
         return self.stage in OPEN
 
-    def lacks(self, sample: int, attempt: int, born: int, size: int) -> bool:
-        """Whether it is unfinished and this result counts, for a group of `size`. A result of an older attempt is as
-        good as one of the newest if it is young enough for the deadline."""
-        if self.stage not in OPEN or not self.since <= attempt <= self.attempt or not 0 <= sample < size:
-            return False
-        work = self.works.get(attempt)
-        if work is not None and (sample in work.samples or sample in work.left_out):
-            return False
-        if born < self.floor and attempt == self.attempt:
-            raise LedgerRuleError(f"ticket {self.number} sample {sample}: born {born}, granted {self.floor}")
-        return born >= self.floor
+    def take(self, generator: int, attempt: int, results: Sequence[SampleMeta], size: int) -> int:
+        """Keep what counts of the results of one attempt, for a group of `size`; returns how many do. A result of an
+        older attempt is as good as one of the newest if it is young enough for the deadline."""
+        if not self._expects(attempt):
+            return 0
+        floor, work, taken = self.floor, self.works.get(attempt), 0
+        for result in results:  # most of a ledger's work: nothing is called here that needn't be
+            sample = result.sample
+            if not 0 <= sample < size or (work is not None and (sample in work.samples or sample in work.left_out)):
+                continue
+            if result.born < floor:
+                self._check_older(attempt, result)
+                continue
+            if work is None or work.generator != generator:
+                work = self._work(attempt, generator)
+            work.samples[sample] = result
+            taken += 1
+        return taken
 
-    def work(self, attempt: int, generator: int) -> Work:
+    def leave_out(self, generator: int, attempt: int, sample: int, size: int) -> bool:
+        """A sample ends without data; returns whether that counts."""
+        if not self._expects(attempt) or not 0 <= sample < size:
+            return False
+        work = self._work(attempt, generator)
+        if sample in work.samples or sample in work.left_out:
+            return False
+        work.left_out.add(sample)
+        return True
+
+    def _expects(self, attempt: int) -> bool:
+        """It is unfinished, and this attempt may finish it."""
+        return self.stage in OPEN and self.since <= attempt <= self.attempt
+
+    def _check_older(self, attempt: int, result: SampleMeta) -> None:
+        """Only results of an attempt before the newest may be too old."""
+        sample, born = result.sample, result.born
+        require(attempt != self.attempt, f"ticket {self.number} sample {sample}: born {born}, granted {self.floor}")
+
+    def _work(self, attempt: int, generator: int) -> Work:
         """What that attempt, made by this generator, has brought so far."""
         work = self.works.get(attempt)
         if work is None:
