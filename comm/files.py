@@ -47,6 +47,30 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_whole(file: Path, data: bytes, durable: bool = False) -> None:
+    """Write a file whole or not at all: whoever reads it meanwhile, or after a crash of this process, finds the old one
+    or the new one. Several processes may write the same file at once.
+
+    Args:
+        durable: return only when the data are on the disk itself, so that they outlast a crash of the machine.
+
+    Raises:
+        OSError: it can't be written; the old one stays.
+    """
+    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with open(descriptor, "wb") as partial:
+            os.fchmod(descriptor, 0o644)  # temporary files are private
+            partial.write(data)
+            partial.flush()
+            if durable:
+                os.fsync(descriptor)
+        os.replace(name, file)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
 @contextmanager
 def written_whole(folder: Path, what: str) -> Iterator[Path]:
     """A temporary folder beside `folder` that takes its name at the end, or disappears if anything fails.

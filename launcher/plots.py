@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.comm.files import disk_errors
+from headrace.comm.files import disk_errors, write_whole
 from headrace.launcher.metrics import Row, read_rows
 
 WINDOW = 10
@@ -44,11 +45,10 @@ def learning_curve(run: Path) -> Path | None:
         _tidy(axes)
     idle.set_xlabel("optimizer step")
     figure.align_ylabels()
-    picture = run / "learning_curve.png"
-    partial = run / ".learning_curve.png"
+    picture, drawn = run / "learning_curve.png", io.BytesIO()
+    figure.savefig(drawn, format="png")
     with disk_errors(f"The learning curve {picture}", run, "Free some space; the run itself is complete."):
-        figure.savefig(partial)
-        partial.replace(picture)
+        write_whole(picture, drawn.getvalue())
     return picture
 
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
+from headrace.comm.files import write_whole
 from headrace.ranks.failure import LAUNCHER
 
 OUTCOME = "outcome.json"
@@ -97,9 +98,7 @@ def start_of(pid: int) -> int | None:
 
 
 def _write(file: Path, what: msgspec.Struct) -> None:
-    partial = file.with_name(f".{file.name}.new")
-    partial.write_bytes(msgspec.json.encode(what) + b"\n")
-    partial.replace(file)
+    write_whole(file, msgspec.json.encode(what) + b"\n")
 
 
 Kind = TypeVar("Kind", Launcher, Ended)

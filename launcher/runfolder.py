@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.comm.errors import ConfigError
-from headrace.comm.files import disk_errors
+from headrace.comm.files import disk_errors, write_whole
 from headrace.launcher.config import Config, dump, read_yaml
 from headrace.launcher.metrics import read_rows
 from headrace.train.checkpoint import CheckpointStore
@@ -215,7 +215,7 @@ def begin_attempt(config: Config) -> Attempt:
         run.mkdir(parents=True, exist_ok=True)
         attempt = Attempt(run, 1 + max(_attempt_numbers(run), default=0))
         attempt.folder.mkdir()
-        _write(run / "config.yaml", dump(config))
+        write_whole(run / "config.yaml", dump(config).encode())
         _point(run / "latest", attempt.folder.name)
     return attempt
 
@@ -223,7 +223,7 @@ def begin_attempt(config: Config) -> Attempt:
 def write_job(attempt: Attempt, config: Config) -> None:
     """Write what the ranks read."""
     with writing(attempt.run):
-        _write(attempt.job_file, dump(config.job()))
+        write_whole(attempt.job_file, dump(config.job()).encode())
 
 
 def begin_again(attempt: Attempt) -> None:
@@ -250,14 +250,7 @@ def write_text(run: Path, name: str, text: str) -> None:
     """Write a file into a run folder, which is made if it isn't there."""
     with writing(run):
         run.mkdir(parents=True, exist_ok=True)
-        _write(run / name, text)
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    partial = file.with_name(f".{file.name}.new")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, file)
+        write_whole(run / name, text.encode())
 
 
 def _point(link: Path, target: str) -> None:

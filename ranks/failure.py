@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from headrace.comm.errors import HeadraceError, PeerLostError, WaitLimitError
+from headrace.comm.files import write_whole
 from headrace.ranks.lifeline import Lifeline
 from headrace.ranks.seat import NUMBERS, rank_of
 
@@ -83,9 +84,7 @@ class Failure:
             print(text, file=sys.stderr, flush=True)
             if others_to_blame:
                 self._lost.touch()
-            temporary = self._file.with_suffix(".writing")
-            temporary.write_text(text + "\n", encoding="utf-8")
-            temporary.replace(self._file)
+            write_whole(self._file, f"{text}\n".encode())
             told = self.quoted
         except OSError:
             told = False

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from headrace.comm.errors import WaitLimitError
+from headrace.comm.files import write_whole
 from headrace.comm.mpi import MpiTransport
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def leave_without_mpi(comm: MPI.Comm, transport: MpiTransport, attempt: Path, st
     if comm.Get_rank() == 0:
         others = [rank for rank in range(1, comm.Get_size()) if rank not in transport.lost]
         _await(lambda: all(_has_come(comm, rank) for rank in others), limit_s, "Other ranks haven't come to the end")
-        _write(attempt / STATUS, f"{status}\n")
+        write_whole(attempt / STATUS, f"{status}\n".encode())
         for rank in others:
             _send(comm, rank)
     else:
@@ -85,10 +86,3 @@ def _await(done: Callable[[], bool], limit_s: float, complaint: str) -> None:
         if time.monotonic() > deadline:
             raise WaitLimitError(f"{complaint} within {limit_s:.0f} s; look at the ends of their logs.")
         time.sleep(POLL_S)
-
-
-def _write(file: Path, text: str) -> None:
-    """Whole or not at all."""
-    partial = file.with_name(f".{file.name}.new")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.comm.files import disk_errors
+from headrace.comm.files import disk_errors, write_whole
 from headrace.comm.messages import StepReport
 from headrace.ranks.tickets import FormedGroup, LedgerState
 
@@ -129,12 +129,7 @@ class JournalWriter:
         self._rewrite([*begins, *(line for line in journal.steps.values() if line.step >= step)])
 
     def _rewrite(self, lines: Iterable[Began | Trained]) -> None:
-        partial = self._path.with_suffix(".writing")
-        with partial.open("wb") as file:
-            file.writelines(_encoder.encode(line) + b"\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._path)
+        write_whole(self._path, b"".join(_encoder.encode(line) + b"\n" for line in lines), durable=True)
 
     def _append(self, line: Trained) -> None:
         with self._path.open("ab") as file:

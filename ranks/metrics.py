@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.comm.files import write_whole
 from headrace.comm.messages import GeneratorCounters, StepReport
 from headrace.ranks.tickets import NO_VARIANCE, OVERDUE, FormedGroup, FormedStep, TicketCounts
 
@@ -71,9 +72,7 @@ def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
             print(f"{path}, line {number} isn't what was written; it is dropped.", file=sys.stderr, flush=True)
         elif wanted(row):
             kept.append(line + b"\n")
-    temporary = path.with_suffix(".writing")
-    temporary.write_bytes(b"".join(kept))
-    temporary.replace(path)
+    write_whole(path, b"".join(kept))
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

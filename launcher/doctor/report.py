@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 
+from headrace.comm.files import write_whole
 from headrace.launcher.doctor.findings import Finding
 from headrace.launcher.doctor.hosts import Facts
 from headrace.launcher.doctor.network import Pair
@@ -22,9 +22,7 @@ class Report(msgspec.Struct, frozen=True):
 
     def write(self, file: Path) -> None:
         """Whole or not at all, since somebody waits for it; many may write it at once, where each is rank 0 of 1."""
-        partial = file.with_name(f".{file.name}.{os.getpid()}")
-        partial.write_bytes(msgspec.json.encode(self))
-        partial.replace(file)
+        write_whole(file, msgspec.json.encode(self))
 
 
 def read_report(file: Path) -> Report:

@@ -1,14 +1,16 @@
-"""Folders that are there whole or not at all."""
+"""Files and folders that are there whole or not at all."""
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 from pathlib import Path
 
 import pytest
 
 from headrace.comm.errors import DataError, HeadraceError
-from headrace.comm.files import disk_errors, written_whole
+from headrace.comm.files import disk_errors, write_whole, written_whole
 
 
 def fill(folder: Path, text: str) -> None:
@@ -59,3 +61,28 @@ def test_a_place_that_cannot_be_made_is_told_with_the_reason(tmp_path: Path) -> 
 def test_errors_that_are_not_about_writing_pass_through(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), disk_errors("It", tmp_path, "Mend it."):
         raise ZeroDivisionError
+
+
+def test_a_file_is_replaced_whole_and_readable_by_others(tmp_path: Path) -> None:
+    file = tmp_path / "status.json"
+    for text in (b"old, and longer", b"new"):
+        write_whole(file, text, durable=True)
+        assert file.read_bytes() == text
+        assert file.stat().st_mode & 0o777 == 0o644
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "status.json"
+    write_whole(file, b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(file, b"new", durable=True)
+    assert file.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
