@@ -24,7 +24,8 @@ from headrace.comm.groups import make_group, share_store
 from headrace.comm.mpi import MpiTransport
 from headrace.comm.weights import Publisher, Subscriber, TensorSpec, WeightTensor
 from headrace.comm.weights_collective import Broadcaster, CollectivePublisher, CollectiveSubscriber
-from headrace.comm.weights_mpi import MpiPublisher, MpiSubscriber
+from headrace.comm.weights_mpi import MpiPublisher
+from headrace.comm.weights_pull import MpiSubscriber
 from headrace.ranks.courier import Courier
 
 TRAINER = 0

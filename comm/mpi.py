@@ -29,7 +29,7 @@ from headrace.comm import wire
 from headrace.comm.buffers import BufferPool
 from headrace.comm.errors import HeadraceError, PeerLostError, WaitLimitError
 from headrace.comm.messages import Message
-from headrace.comm.transport import Buffer, Received
+from headrace.comm.transport import Buffer, Placer, Received
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -92,6 +92,7 @@ class MpiTransport:
         self._outgoing: list[_Outgoing] = []
         self._incoming: dict[int, deque[_Incoming]] = {}
         self._pool = BufferPool()
+        self._placers: dict[type[Message], Placer] = {}
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
 
@@ -113,6 +114,10 @@ class MpiTransport:
                 requests.append(self._comm.Isend([chunk, self._mpi.BYTE], target, PAYLOAD_TAG))
         except self._mpi.Exception as error:
             self._excuse(error, target)
+
+    def place(self, kind: type[Message], placer: Placer) -> None:
+        """See `Transport.place`."""
+        self._placers[kind] = placer
 
     def poll(self) -> list[Received]:
         """Drive all transfers; return what has arrived whole, in the order of each source. Never blocks.
@@ -188,7 +193,8 @@ class MpiTransport:
             if not self._complete([item.header], source):
                 return
             message, sizes = wire.decode(item.frame.data, source)
-            item.buffers = [self._pool.take(size) for size in sizes]
+            placer = self._placers.get(type(message), self._from_pool)
+            item.buffers = wire.checked_places(placer(source, message, sizes), sizes, source)
             try:
                 for chunk in self._chunks(item.buffers):
                     item.payload.append(self._comm.Irecv([chunk, self._mpi.BYTE], source, PAYLOAD_TAG))
@@ -196,6 +202,9 @@ class MpiTransport:
                 self._excuse(error, source)
                 return
             item.message = message
+
+    def _from_pool(self, source: int, message: Message, sizes: list[int]) -> list[Buffer]:
+        return [self._pool.take(size) for size in sizes]
 
     def _complete(self, requests: list[MPI.Request], peer: int) -> bool:
         """Whether all have completed well; those of a dead peer never do, and are buried soon."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from headrace.comm import wire
 from headrace.comm.messages import Message
-from headrace.comm.transport import Buffer, Received
+from headrace.comm.transport import Buffer, Placer, Received
 
 Delay = Callable[[int, int, random.Random], float]
 """(source, target, the network's random numbers) → seconds until one message arrives."""
@@ -144,6 +144,11 @@ class SimulatedTransport:
         self.rank = rank
         self.size = network.size
         self._network = network
+        self._placers: dict[type[Message], Placer] = {}
+
+    def place(self, kind: type[Message], placer: Placer) -> None:
+        """See `Transport.place`."""
+        self._placers[kind] = placer
 
     def send(self, target: int, message: Message, buffers: Sequence[Buffer] = ()) -> None:
         """Send without waiting; see `Transport.send`."""
@@ -160,9 +165,14 @@ class SimulatedTransport:
     def close(self) -> None:
         """Nothing is pending, so there is nothing to finish."""
 
-    @staticmethod
-    def _received(flight: _Flight) -> Received:
+    def _received(self, flight: _Flight) -> Received:
         message, sizes = wire.decode(flight.frame, flight.source)
         if sizes != [buffer.nbytes for buffer in flight.buffers]:
             raise wire.WireError(f"Rank {flight.source} sent buffers of other sizes than its header names.")
-        return Received(flight.source, message, flight.buffers)
+        placer = self._placers.get(type(message))
+        if placer is None:
+            return Received(flight.source, message, flight.buffers)
+        places = wire.checked_places(placer(flight.source, message, sizes), sizes, flight.source)
+        for place, buffer in zip(places, flight.buffers, strict=True):
+            place[:] = buffer
+        return Received(flight.source, message, places)

@@ -6,7 +6,7 @@ they were sent; nothing is promised between different pairs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,6 +28,10 @@ class Received:
     buffers: list[Buffer] = field(default_factory=list)
 
 
+Placer = Callable[[int, Message, list[int]], Sequence[Buffer]]
+"""(source, message, sizes of its buffers in bytes) → memory of these sizes that they are to arrive in."""
+
+
 class Transport(Protocol):
     """Point-to-point messages between the ranks of one job."""
 
@@ -39,6 +43,11 @@ class Transport(Protocol):
 
     def send(self, target: int, message: Message, buffers: Sequence[Buffer] = ()) -> None:
         """Send without waiting. The buffers must not change until `pending` no longer counts this message."""
+        ...
+
+    def place(self, kind: type[Message], placer: Placer) -> None:
+        """Have the buffers of such messages arrive in memory of the receiver's choice, so that nobody has to copy them
+        there. `poll` calls the placer once per message, before its buffers arrive, in the order of each source."""
         ...
 
     def poll(self) -> list[Received]:

@@ -4,7 +4,7 @@
     publish() copies ─▶ WeightsReady(v) ──────────────▶ announced by every trainer?
     its share into                                      a staging buffer free?
     a snapshot          ◀────────────── WeightsPull(v, b)  at most `WINDOW` buckets asked for at a time, per trainer
-                        WeightsPart(v, b, n) + bytes ─▶ appended to the share, checked
+                        WeightsPart(v, b, n) + bytes ─▶ arrive in their place of the share, checked
                         ◀───────────────── WeightsTaken(v)  last byte is here             take() ─▶ Version
                         snapshot no longer pinned       all shares whole: ready ─────────▶  engine loads, release()
 
@@ -14,7 +14,8 @@
 
 The trainer never waits for a generator while a snapshot is free. A generator skips versions when trainers publish
 faster than it can pull, but never goes back, and never sees a version that isn't whole. A version that a trainer has
-replaced in the meantime is answered by `WeightsPart(buckets=0)`; the generator then waits for the next one.
+replaced in the meantime is answered by `WeightsPart(buckets=0)`; the generator then waits for the next one. The
+generator's end is `weights_pull.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar
 
 import msgspec
@@ -30,27 +30,12 @@ import numpy as np
 
 from headrace.comm.errors import WaitLimitError
 from headrace.comm.messages import Message, WeightsPart, WeightsPull, WeightsReady, WeightsTaken
-from headrace.comm.transport import Buffer, Received, Transport
-from headrace.comm.weights import (
-    Manifest,
-    Share,
-    Slab,
-    Version,
-    WeightTensor,
-    assemble,
-    check_tensor,
-    layout,
-    pack,
-    unpack,
-)
+from headrace.comm.transport import Received, Transport
+from headrace.comm.weights import Manifest, Share, Slab, WeightTensor, pack
 
 SNAPSHOTS = 3
 """Most snapshots a trainer keeps: the newest, one still being pulled, one to be filled. The third is only allocated
 when a slow generator pins the second."""
-
-WINDOW = 2
-"""Buckets that a generator has asked one trainer for and not received: one on its way while the other is unpacked."""
-
 
 _NOTHING = Share(Manifest([], []), np.empty(0, np.uint8))
 
@@ -188,224 +173,3 @@ class MpiPublisher:
             f"version {version} of the weights. All {SNAPSHOTS} are being pulled by these generators: {holders}. "
             "Look at the ends of their logs; if they are only slow, raise run.wait_limit_s."
         )
-
-
-@dataclass(slots=True, eq=False)
-class _Incoming:
-    """One trainer's share of the version being pulled. The slab outlives the version."""
-
-    slab: Slab = field(default_factory=Slab)
-    manifest: Manifest = _NOTHING.manifest
-    data: Buffer = field(default_factory=lambda: _NOTHING.data)
-    tensors: list[WeightTensor] = field(default_factory=list)
-    """Views of `data`."""
-    ends: list[int] = field(default_factory=list)
-    """Where each tensor ends in `data`."""
-    asked: int = 0
-    arrived: int = 0
-    buckets: int = 1
-    """1 until bucket 0 says how many there are."""
-    filled: int = 0
-    """Bytes of `data` that have arrived."""
-    checked: int = 0
-    """Tensors whose checksum is right."""
-    settled: bool = False
-    """It is whole, or was given up; the trainer has been told."""
-    heard: float = 0.0
-    """When its trainer last sent anything, by the courier's clock."""
-
-    def begin(self, now: float) -> None:
-        self.settled, self.heard = False, now
-        self.asked = self.arrived = self.filled = self.checked = 0
-        self.buckets = 1
-
-    def unfold(self, manifest: Manifest, buckets: int) -> None:
-        offsets, size = layout(manifest.specs)
-        self.manifest, self.buckets = manifest, buckets
-        self.data = self.slab.room(size)
-        self.tensors = unpack(manifest.specs, self.data)
-        self.ends = [offset + spec.nbytes for offset, spec in zip(offsets, manifest.specs, strict=True)]
-
-
-@dataclass(slots=True, eq=False)
-class _Staging:
-    """Room for one whole version."""
-
-    incoming: dict[int, _Incoming]
-    """By trainer rank."""
-    free: bool = True
-    version: int = -1
-    given_up: bool = False
-
-
-class MpiSubscriber:
-    """The generator's end; see the module's diagram. `take` never blocks.
-
-    Args:
-        trainers: their ranks; each sends a share of every version.
-        verify: compare every tensor with its checksum; the trainers must send them.
-        wait_limit_s: longest silence of a trainer that owes something, in seconds.
-
-    Raises (from `receive` and `tick`, in the courier):
-        WaitLimitError: a trainer was silent for longer, in the middle of a pull or while the others have announced a
-            newer version; names it.
-        HeadraceError: a tensor arrived damaged, or came from two trainers; names both.
-    """
-
-    handles: ClassVar[tuple[type[Message], ...]] = (WeightsReady, WeightsPart)
-
-    def __init__(self, transport: Transport, trainers: Sequence[int], verify: bool, wait_limit_s: float) -> None:
-        self._transport = transport
-        self._verify = verify
-        self._wait_limit_s = wait_limit_s
-        self._announced = dict.fromkeys(trainers, -1)
-        self._newest = -1
-        """The newest version that all trainers have announced."""
-        self._level_since = 0.0
-        """When the trainers last agreed on the newest version, or came closer to it."""
-        self._done = -1
-        """The newest version that was pulled whole or given up."""
-        self._filling: _Staging | None = None
-        # Shared by the two threads:
-        self._lock = threading.Lock()
-        self._staging = [_Staging({trainer: _Incoming() for trainer in trainers}) for _ in range(2)]
-        self._ready: tuple[_Staging, list[WeightTensor]] | None = None
-
-    @property
-    def waiting(self) -> bool:
-        """See `Subscriber.waiting`."""
-        with self._lock:
-            return self._ready is not None
-
-    def take(self) -> Version | None:
-        """The newest whole version that wasn't taken yet, or None."""
-        with self._lock:
-            if self._ready is None:
-                return None
-            (staging, tensors), self._ready = self._ready, None
-        return Version(staging.version, tensors, partial(self._release, staging))
-
-    def receive(self, received: Received, now: float) -> None:
-        match received.message:
-            case WeightsReady(version=version):
-                self._hear(received.source, version, now)
-            case WeightsPart() as part:
-                self._take_in(received.source, part, received.buffers, now)
-
-    def tick(self, now: float) -> None:
-        if self._filling is None:
-            self._begin_pull(now)
-        self._check_limits(now)
-
-    def _hear(self, trainer: int, version: int, now: float) -> None:
-        was_level = len(set(self._announced.values())) == 1
-        self._announced[trainer] = version
-        newest = min(self._announced.values())
-        if was_level or newest > self._newest:
-            self._level_since = now
-        self._newest = newest
-
-    def _begin_pull(self, now: float) -> None:
-        version = self._newest
-        staging = self._reserve(version) if version > self._done else None
-        if staging is None:
-            return
-        self._filling = staging
-        for trainer, incoming in staging.incoming.items():
-            incoming.begin(now)
-            self._ask(trainer, incoming)
-
-    def _reserve(self, version: int) -> _Staging | None:
-        with self._lock:
-            staging = next((s for s in self._staging if s.free), None)
-            if staging is not None:
-                staging.free, staging.version, staging.given_up = False, version, False
-            return staging
-
-    def _take_in(self, trainer: int, part: WeightsPart, buffers: list[Buffer], now: float) -> None:
-        staging = self._filling
-        assert staging is not None, "a pull ends only when nothing is on its way"
-        assert staging.version == part.version
-        incoming = staging.incoming[trainer]
-        incoming.arrived += 1
-        incoming.heard = now
-        if part.buckets == 0:
-            staging.given_up = True
-        elif not staging.given_up:
-            self._append(trainer, incoming, part, buffers)
-        for each in staging.incoming:
-            self._advance(each, staging)
-        if all(share.settled for share in staging.incoming.values()):
-            self._finish(staging)
-
-    def _append(self, trainer: int, incoming: _Incoming, part: WeightsPart, buffers: list[Buffer]) -> None:
-        assert part.bucket == incoming.arrived - 1, "messages of one pair keep their order"
-        if part.manifest is not None:
-            incoming.unfold(msgspec.msgpack.decode(part.manifest, type=Manifest), part.buckets)
-        for buffer in buffers:
-            incoming.data[incoming.filled : incoming.filled + buffer.size] = buffer
-            incoming.filled += buffer.size
-        if self._verify:
-            self._check_arrived(trainer, incoming, part.version)
-
-    def _check_arrived(self, trainer: int, incoming: _Incoming, version: int) -> None:
-        """Check the tensors whose last byte has arrived, so that the work is spread over the pull."""
-        while incoming.checked < len(incoming.tensors) and incoming.ends[incoming.checked] <= incoming.filled:
-            n = incoming.checked
-            check_tensor(incoming.tensors[n], incoming.manifest.checksums[n], version, trainer)
-            incoming.checked += 1
-
-    def _advance(self, trainer: int, staging: _Staging) -> None:
-        """Ask for what may be asked for; if nothing is left to ask for or to come, tell the trainer."""
-        incoming = staging.incoming[trainer]
-        while not staging.given_up and incoming.asked < incoming.buckets and incoming.asked - incoming.arrived < WINDOW:
-            self._ask(trainer, incoming)
-        if incoming.asked == incoming.arrived and not incoming.settled:
-            incoming.settled = True
-            self._transport.send(trainer, WeightsTaken(staging.version))
-
-    def _ask(self, trainer: int, incoming: _Incoming) -> None:
-        assert self._filling is not None
-        self._transport.send(trainer, WeightsPull(self._filling.version, incoming.asked))
-        incoming.asked += 1
-
-    def _finish(self, staging: _Staging) -> None:
-        self._filling = None
-        self._done = staging.version
-        if staging.given_up:
-            self._release(staging)
-            return
-        tensors = assemble(staging.version, {t: incoming.tensors for t, incoming in staging.incoming.items()})
-        with self._lock:
-            if self._ready is not None:
-                self._ready[0].free = True
-            self._ready = staging, tensors
-
-    def _release(self, staging: _Staging) -> None:
-        with self._lock:
-            staging.free = True
-
-    def _check_limits(self, now: float) -> None:
-        if self._filling is not None:
-            owing = {t: share for t, share in self._filling.incoming.items() if not share.settled}
-            silent = [t for t, share in owing.items() if now - share.heard > self._wait_limit_s]
-            if silent:
-                raise WaitLimitError(self._complaint(f"its share of version {self._filling.version}", silent))
-        newest = max(self._announced.values())
-        behind = [trainer for trainer, version in self._announced.items() if version < newest]
-        if behind and now - self._level_since > self._wait_limit_s:
-            raise WaitLimitError(self._complaint(f"the announcement of version {newest}", behind))
-
-    def _complaint(self, what: str, trainers: list[int]) -> str:
-        last = ", ".join(f"rank {trainer} ({self._last_word(trainer)})" for trainer in trainers)
-        return (
-            f"Generator rank {self._transport.rank} waited more than {self._wait_limit_s:g} s for {what} of the "
-            f"weights from each of these trainers: {last}. They have died or are stuck; look at the ends of their logs."
-        )
-
-    def _last_word(self, trainer: int) -> str:
-        said = f"last announced version {self._announced[trainer]}"
-        if self._filling is None:
-            return said
-        incoming = self._filling.incoming[trainer]
-        return f"{said}, sent {incoming.arrived} of {incoming.asked} buckets asked for"

@@ -71,6 +71,20 @@ def decode(frame: bytes | bytearray | memoryview, source: int) -> tuple[Message,
     return message, sizes
 
 
+def checked_places(places: Sequence[Buffer], sizes: list[int], source: int) -> list[Buffer]:
+    """The memory for the buffers of a message.
+
+    Raises:
+        WireError: it doesn't fit what the message brings; the text names `source`, the rank it came from.
+    """
+    if sizes_of(places) != sizes:
+        raise WireError(
+            f"Rank {source} sent buffers of {sizes} bytes where there is room for {sizes_of(places)}: one of the two "
+            "ranks runs another version of headrace; check the Python environment of every role."
+        )
+    return list(places)
+
+
 def sizes_of(buffers: Sequence[Buffer]) -> list[int]:
     """The sizes for `encode`, in bytes.
 

@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 from headrace.comm.exchange import SampleStore
 from headrace.comm.messages import Salvaged
 from headrace.comm.weights import Publisher, Subscriber
-from headrace.comm.weights_mpi import MpiPublisher, MpiSubscriber
+from headrace.comm.weights_mpi import MpiPublisher
+from headrace.comm.weights_pull import MpiSubscriber
 from headrace.ranks.archive import Archived, ArchiveFiles, ArchiveWriter, launches_in, read_share
 from headrace.ranks.config import JobConfig
 from headrace.ranks.courier import Courier
+from headrace.ranks.generator_rank import GeneratorRank
 from headrace.ranks.journal import JOURNAL, JournalWriter, read_journal
 from headrace.ranks.learner import LatencyLearner, Learner, PolicyLearner
 from headrace.ranks.recovery import Restored, read_ledgers
 from headrace.ranks.resume import await_plan, gather_salvaged, held_group, make_plan, newer, tell_plan
-from headrace.ranks.run import ARCHIVE, GeneratorRank, Rank, TrainerRank, ledger_spec
+from headrace.ranks.run import ARCHIVE, Rank, ledger_spec
 from headrace.ranks.tasks import (
     data_facts,
     environment_of,
@@ -34,6 +36,7 @@ from headrace.ranks.tasks import (
     warm_examples,
 )
 from headrace.ranks.tickets import LedgerSpec, LedgerState
+from headrace.ranks.trainer_rank import TrainerRank
 from headrace.rollout.engines import make_engine
 from headrace.rollout.prompts import PromptEncoder
 from headrace.rollout.task import Environment

@@ -19,6 +19,9 @@ from headrace.rollout.rewards import Scored
 
 POLL_S = 0.002
 
+Answers = dict[tuple[str, int], list[int]]
+"""Key of the request → the tokens of its answer so far."""
+
 LEAST = 8
 """If the first so many rewards of a rank all fail, the run ends, rather than after hours of time limits."""
 
@@ -73,7 +76,7 @@ def evaluate_share(
         WaitLimitError: neither tokens nor rewards came for `limit_s` seconds.
     """
     greedy = replace(params, temperature=0.0, top_p=1.0, top_k=0)
-    answers: dict[tuple[str, int], list[int]] = {}
+    answers: Answers = {}
     for index in range(share, len(tasks.held_out), shares):
         answers["eval", index] = []
         prompt = tasks.encode(tasks.held_out[index])
@@ -81,16 +84,7 @@ def evaluate_share(
     rewards = _Rewards()
     moved = time.monotonic()
     while rewards.count < len(answers):
-        chunks = engine.step()
-        for chunk in chunks:
-            assert isinstance(chunk.id, tuple)
-            answers[chunk.id].extend(chunk.tokens)
-            if chunk.finish is not None:
-                scorer.submit(chunk.id, tasks.held_out[chunk.id[1]], tasks.decode(answers[chunk.id]))
-        # Rewards of training samples that were given up may still come in: they don't count.
-        scored = [one for one in scorer.poll() if one.key in answers]
-        rewards.take_in(scored)
-        if chunks or scored:
+        if _turn(engine, tasks, scorer, answers, rewards):
             moved = time.monotonic()
             on_progress(rewards.count, len(answers))
         elif time.monotonic() - moved > limit_s:
@@ -101,6 +95,20 @@ def evaluate_share(
         else:
             time.sleep(POLL_S)
     return Share(rewards.sum, len(answers), rewards.failed, rewards.error)
+
+
+def _turn(engine: Engine, tasks: TaskSource, scorer: Scorer, answers: Answers, rewards: _Rewards) -> bool:
+    """Take in tokens and rewards; returns whether any have come."""
+    chunks = engine.step()
+    for chunk in chunks:
+        assert isinstance(chunk.id, tuple)
+        answers[chunk.id].extend(chunk.tokens)
+        if chunk.finish is not None:
+            scorer.submit(chunk.id, tasks.held_out[chunk.id[1]], tasks.decode(answers[chunk.id]))
+    # Rewards of training samples that were given up may still come in: they don't count.
+    scored = [one for one in scorer.poll() if one.key in answers]
+    rewards.take_in(scored)
+    return bool(chunks or scored)
 
 
 @dataclass(slots=True)

@@ -24,7 +24,6 @@ one turn's groups before the next is taken in: else none would be started where 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import ClassVar
@@ -37,7 +36,6 @@ from headrace.comm.messages import (
     Failed,
     Finished,
     Forgotten,
-    GeneratorCounters,
     Grants,
     Late,
     Message,
@@ -54,6 +52,7 @@ from headrace.ranks.courier import Courier
 from headrace.ranks.groups import CUT, Group, Sample
 from headrace.ranks.heartbeat import MainState
 from headrace.ranks.intake import Intake, Key
+from headrace.ranks.tally import Tally
 from headrace.ranks.tasks import Scorer, TaskSource
 from headrace.ranks.topology import RoleMap
 from headrace.rollout.engine import Chunk, Engine, Request, SamplingParams
@@ -117,7 +116,7 @@ class GeneratorLoop:
         self._store = store
         self._tasks = tasks
         self._scorer = scorer
-        self._params = params
+        self.params = params
         self._group_size = group_size
         self._partial = partial
         self._oldest = oldest
@@ -129,17 +128,13 @@ class GeneratorLoop:
         """The newest version from the trainers."""
         self._unused = False
         """No group was started since that version was loaded, and one must be before the next; never with `partial`."""
-        self._started_at = time.monotonic()
-        self._turned_at = self._started_at
+        self._tally = Tally()
         self._worked = False
-        self._busy_s = 0.0
-        self._tokens = 0
-        self._finished = 0
-        self._reward_sum = 0.0
+        """There were samples to generate in the last turn."""
 
     def step(self) -> bool:
         """One turn of the loop; returns whether anything was done."""
-        self._account()
+        self._tally.turn(self._worked)
         self._main.set("generating")
         busy = self._take_news()
         if self._unused:
@@ -207,13 +202,6 @@ class GeneratorLoop:
         for index, sample in enumerate(group.samples):
             if sample.finish and sample.reward is None:
                 self._scorer.submit(group.unit(index), task, sample.text)
-
-    def _account(self) -> None:
-        """Count the time since the last turn as busy if samples were being generated in it."""
-        now = time.monotonic()
-        if self._worked:
-            self._busy_s += now - self._turned_at
-        self._turned_at = now
 
     # What the ledgers say
 
@@ -314,7 +302,7 @@ class GeneratorLoop:
         for unit in group.growing:
             begun = tuple(group.samples[unit.sample].tokens)
             key = self._seed, unit.ticket, unit.sample
-            self.engine.add(Request(unit, group.prompt, self._params, key, begun))
+            self.engine.add(Request(unit, group.prompt, self.params, key, begun))
 
     def _take_in(self, chunks: Iterable[Chunk]) -> None:
         """Add new tokens to their samples. Tell the ledgers which version the first token of a group was sampled with:
@@ -334,7 +322,7 @@ class GeneratorLoop:
     def _advance(self, group: Group, chunk: Chunk) -> None:
         assert isinstance(chunk.id, Unit)
         group.samples[chunk.id.sample].append(chunk)
-        self._tokens += len(chunk.tokens)
+        self._tally.sampled(len(chunk.tokens))
         if chunk.finish is not None:
             self._intake.sampled()
             self._finish(group, chunk.id, chunk.finish)
@@ -358,8 +346,7 @@ class GeneratorLoop:
                 self._give_up(group, score)
                 continue
             group.samples[score.key.sample].reward = score.reward
-            self._finished += 1
-            self._reward_sum += score.reward
+            self._tally.scored(score.reward)
             if group.complete:
                 complete.append(group)
         self._hand_over(complete)
@@ -376,7 +363,7 @@ class GeneratorLoop:
         for ledger, done in by_ledger.items():
             metas = [meta for group in done for meta in group.metas()]
             left_out = [unit for group in done for unit in group.left_out]
-            self.post(ledger, Finished(metas, self._counters(), left_out))
+            self.post(ledger, Finished(metas, self._tally.counters(self.engine.version), left_out))
 
     def _give_up(self, group: Group, score: Scored) -> None:
         self._abort(group)
@@ -404,9 +391,3 @@ class GeneratorLoop:
 
     def _ledger_of(self, ticket: int) -> int:
         return self._roles.trainers[ticket % len(self._roles.trainers)]
-
-    def _counters(self) -> GeneratorCounters:
-        wall = time.monotonic() - self._started_at
-        return GeneratorCounters(
-            self._tokens, self._finished, self._reward_sum, self._busy_s, wall, self.engine.version
-        )

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.comm.messages import Ask
+from headrace.comm.messages import Ask, Message
 from headrace.comm.simulated import SimulatedNetwork
-from headrace.comm.transport import Transport
+from headrace.comm.transport import Buffer, Transport
+from headrace.comm.wire import WireError
 
 Trace = list[tuple[float, int, int, int]]
 """(time, target, source, number) of every message received."""
@@ -159,3 +160,30 @@ def test_there_is_no_rank_beyond_the_size() -> None:
         network.transport(0).send(2, Ask(1))
     with pytest.raises(ValueError, match="no rank -1"):
         network.transport(-1)
+
+
+def test_buffers_arrive_where_the_receiver_wants_them() -> None:
+    network = SimulatedNetwork(2)
+    sender, receiver = network.transport(0), network.transport(1)
+    memory = np.zeros(8, np.uint8)
+    asked: list[tuple[int, Message, list[int]]] = []
+
+    def place(source: int, message: Message, sizes: list[int]) -> list[Buffer]:
+        asked.append((source, message, sizes))
+        return [memory[5:8], memory[:2]]
+
+    receiver.place(Ask, place)
+    sender.send(1, Ask(1), [np.full(3, 7, np.uint8), np.full(2, 9, np.uint8)])
+    (received,) = receiver.poll()
+    assert asked == [(0, Ask(1), [3, 2])]
+    assert memory.tolist() == [9, 9, 0, 0, 0, 7, 7, 7]
+    assert [np.shares_memory(buffer, memory) for buffer in received.buffers] == [True, True]
+
+
+def test_a_place_of_another_size_is_refused_with_the_ranks_name() -> None:
+    network = SimulatedNetwork(2)
+    receiver = network.transport(1)
+    receiver.place(Ask, lambda source, message, sizes: [np.zeros(2, np.uint8)])
+    network.transport(0).send(1, Ask(1), [np.zeros(3, np.uint8)])
+    with pytest.raises(WireError, match=r"Rank 0 sent buffers of \[3\] bytes where there is room for \[2\]"):
+        receiver.poll()

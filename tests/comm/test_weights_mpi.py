@@ -18,7 +18,8 @@ from headrace.comm.messages import WeightsPart, WeightsPull, WeightsReady
 from headrace.comm.simulated import Delay, SimulatedNetwork, SimulatedTransport, no_delay
 from headrace.comm.transport import Received
 from headrace.comm.weights import TensorSpec, Version, WeightTensor
-from headrace.comm.weights_mpi import SNAPSHOTS, MpiPublisher, MpiSubscriber
+from headrace.comm.weights_mpi import SNAPSHOTS, MpiPublisher
+from headrace.comm.weights_pull import MpiSubscriber
 
 LIMIT_S = 100.0
 TICK_S = 0.01
@@ -195,6 +196,19 @@ def test_a_stuck_generator_keeps_neither_the_trainer_nor_the_others() -> None:
     assert len(world.publishers[0]._snapshots) <= SNAPSHOTS
 
 
+def test_buckets_arrive_in_their_place_and_are_not_copied_again() -> None:
+    world = World(simple(), generators=1)
+    world.publish(0)
+    arrived: list[Received] = []
+    world.corrupt = arrived.append
+    world.run(2)
+    found = world.subscribers[1].take()
+    assert found is not None
+    buffers = [buffer for received in arrived for buffer in received.buffers]
+    assert len(buffers) > 10
+    assert all(any(np.shares_memory(buffer, tensor.data) for tensor in found.tensors) for buffer in buffers)
+
+
 def test_snapshots_and_staging_buffers_are_made_once() -> None:
     world = World(simple(), generators=1)
     subscriber = world.subscribers[1]
@@ -362,7 +376,7 @@ def test_a_dead_generator_holds_no_snapshot_and_is_sent_nothing() -> None:
     assert not publisher._has_room(), "it pins every snapshot"
     publisher.drop(dead)
     assert publisher._has_room()
-    world.transports[dead].poll()
+    world.network.transport(dead).poll()  # what it has been sent by now
     publisher.tick(0.0)
     assert world.transports[dead].poll() == []
     assert [r.message for r in world.transports[world.generators[1]].poll()] == [WeightsReady(SNAPSHOTS - 1, False)]

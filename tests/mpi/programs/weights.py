@@ -22,7 +22,8 @@ from headrace.comm.messages import Bye
 from headrace.comm.mpi import MpiTransport
 from headrace.comm.weights import Publisher, Subscriber, TensorSpec, WeightTensor
 from headrace.comm.weights_collective import Broadcaster, CollectivePublisher, CollectiveSubscriber
-from headrace.comm.weights_mpi import MpiPublisher, MpiSubscriber
+from headrace.comm.weights_mpi import MpiPublisher
+from headrace.comm.weights_pull import MpiSubscriber
 
 LIMIT_S = 60.0
 BUCKET = 1 << 16
