@@ -19,13 +19,13 @@ from pathlib import Path
 
 from headrace.comm.errors import HeadraceError
 from headrace.launcher.config import LaunchConfig, read_yaml
-from headrace.launcher.environment import JOB_MARK
 from headrace.launcher.processes import kill_job
 from headrace.launcher.queue import QueuedJob, queued, tell
 from headrace.launcher.record import Launcher, end_of, launcher_of
 from headrace.launcher.run import STOPPED
 from headrace.launcher.runfolder import steps_done
 from headrace.launcher.status import attempts, read_status
+from headrace.ranks.failure import JOB_MARK
 
 POLL_S = 0.1
 QUEUE_POLL_S = 2.0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from headrace.ranks.failure import JOB_MARK
+
 STALE_PREFIXES = (
     "SLURM_",
     "PMI_",
@@ -24,9 +26,6 @@ joins a world that isn't there, torch meets at another job's address. What an MP
 STALE_NAMES = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "PMI_RANK", "MPI_LOCALRANKID"}
 )
-
-JOB_MARK = "HEADRACE_JOB"
-"""Environment variable by which every process of a job, and of no other, is recognised."""
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:

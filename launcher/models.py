@@ -44,7 +44,7 @@ def make_tiny_model(folder: Path, tiny: TinyModelConfig, seed: int) -> None:
         return
     with _model_folder(folder) as partial:
         config = write_tiny_tokenizer(partial, tiny)
-        _random_llama(config, seed).save_pretrained(partial)
+        _save(_random_llama(config, seed), partial)
 
 
 def write_tiny_tokenizer(folder: Path, tiny: TinyModelConfig) -> Any:
@@ -150,6 +150,15 @@ def _random_llama(config: Any, seed: int) -> Any:
         return LlamaForCausalLM(config)
 
 
+def _save(model: Any, folder: Path) -> None:
+    """Without a progress bar where nobody can see it move."""
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    model.save_pretrained(folder)
+
+
 def _require_gguf() -> None:
     try:
         import gguf  # noqa: F401
@@ -213,7 +222,7 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    model.save_pretrained(folder)
+    _save(model, folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.launcher.environment import JOB_MARK
+from headrace.ranks.failure import JOB_MARK
 
 
 def processes_of(job: str) -> list[int]:

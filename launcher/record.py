@@ -16,8 +16,8 @@ from typing import TypeVar
 import msgspec
 
 from headrace.comm.files import write_whole
-from headrace.ranks.failure import LAUNCHER
 
+LAUNCHER = "launcher.json"
 OUTCOME = "outcome.json"
 SLURM_JOB = "slurm_job"
 

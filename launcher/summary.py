@@ -9,8 +9,8 @@ from pathlib import Path
 from typing_extensions import Self
 
 from headrace.launcher.metrics import Row, last_rows, read_rows
+from headrace.launcher.record import LAUNCHER
 from headrace.launcher.status import State, attempts, read_status
-from headrace.ranks.failure import LAUNCHER
 
 
 @dataclass(frozen=True, slots=True)

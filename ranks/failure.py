@@ -21,8 +21,8 @@ from headrace.comm.files import write_whole
 from headrace.ranks.lifeline import Lifeline
 from headrace.ranks.seat import NUMBERS, rank_of
 
-LAUNCHER = "launcher.json"
-"""What a launcher leaves in the folder of its attempt before it starts the ranks."""
+JOB_MARK = "HEADRACE_JOB"
+"""Environment variable by which every process that a launcher starts for a job, and no other, is recognised."""
 
 FAILED = 1
 """Exit status of a failed rank."""
@@ -47,10 +47,10 @@ def arrive(folder: Path, environ: Mapping[str, str]) -> None:
         (folder / f"rank_{rank_of(environ):03d}.here").touch()
 
 
-def announce(folder: Path, rank: int) -> bool:
-    """Leave the process id. Returns whether a launcher is there."""
+def announce(folder: Path, rank: int, environ: Mapping[str, str]) -> bool:
+    """Leave the process id. Returns whether a launcher has started this process."""
     (folder / f"rank_{rank:03d}.pid").write_text(f"{os.getpid()}\n", encoding="utf-8")
-    return (folder / f"rank_{rank:03d}.alive").is_fifo() or (folder / LAUNCHER).is_file()
+    return JOB_MARK in environ
 
 
 class Failure:

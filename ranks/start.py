@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         attempt.mkdir(parents=True, exist_ok=True)
         fail.terminal = terminal = open_log(attempt, world.Get_rank())
-        fail.quoted = announce(attempt, world.Get_rank())
+        fail.quoted = announce(attempt, world.Get_rank(), os.environ)
         fail.lifeline = Lifeline(attempt, world.Get_rank())
         fail.watch_threads()
         check_threads()

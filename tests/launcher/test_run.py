@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.launcher.environment import JOB_MARK
 from headrace.launcher.processes import processes_of
 from headrace.launcher.run import STOPPED
+from headrace.ranks.failure import JOB_MARK
 from headrace.train.checkpoint import CheckpointStore
 
 from .conftest import Launch, is_alive

@@ -43,11 +43,12 @@ def test_the_terminal_is_told_unless_a_launcher_does_it(tmp_path):
     assert fail(tmp_path / "gone", DataError("Mend the file."), quoted=True) == "Mend the file.\n"
 
 
-def test_a_launcher_is_known_by_its_fifo(tmp_path):
-    assert not announce(tmp_path, 1)
-    assert (tmp_path / "rank_001.pid").read_text() == f"{os.getpid()}\n"
+def test_a_launcher_is_known_by_its_mark_and_not_by_what_an_earlier_one_left(tmp_path):
     os.mkfifo(tmp_path / "rank_001.alive")
-    assert announce(tmp_path, 1)
+    (tmp_path / "launcher.json").touch()
+    assert not announce(tmp_path, 1, {})
+    assert (tmp_path / "rank_001.pid").read_text() == f"{os.getpid()}\n"
+    assert announce(tmp_path, 1, {"HEADRACE_JOB": "x"})
 
 
 def test_a_rank_leaves_a_sign_by_the_number_that_its_starter_gave_it(tmp_path):
