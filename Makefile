@@ -1,5 +1,5 @@
 # headrace
-#   make run        train SmolLM2 on small sums: sets everything up, fetches the model once, 17 minutes on two busy cores
+#   make run        train SmolLM2 on small sums: sets everything up, fetches the model once, 16 minutes on two slow cores
 #   make test       lint, types and the quick tests        make test-full   the slow ones
 #   make bench      the measurements                        make setup       only .venv
 #   make slurm-full the tests on a Slurm of their own, also those that make test-full leaves out
