@@ -9,7 +9,7 @@ Ask(room) ─▶ PARKED ── next: generators take turns ──▶ granted
 
 from __future__ import annotations
 
-from headrace.ranks.tickets import require
+from headrace.ranks.tickets import LedgerRuleError
 
 
 class Asks:
@@ -23,7 +23,8 @@ class Asks:
 
     def add(self, generator: int, room: int) -> None:
         """`room` adds to what the generator asked for before. Asks of one that is absent wait until it is `back`."""
-        require(room >= 1, f"rank {generator} asked for {room} groups")
+        if room < 1:
+            raise LedgerRuleError(f"rank {generator} asked for {room} groups")
         asks = self.absent if generator in self.absent else self.parked
         asks[generator] = asks.get(generator, 0) + room
 

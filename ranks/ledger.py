@@ -25,8 +25,6 @@ together is in `forming.py`, how they talk in `node.py`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from itertools import groupby
-from operator import attrgetter
 
 from headrace.comm.messages import SampleMeta, TicketGrant
 from headrace.ranks import forming
@@ -40,6 +38,7 @@ from headrace.ranks.tickets import (
     NO_VARIANCE,
     OVERDUE,
     FormedGroup,
+    LedgerRuleError,
     LedgerSpec,
     LedgerState,
     TicketCounts,
@@ -47,8 +46,6 @@ from headrace.ranks.tickets import (
     require,
 )
 from headrace.ranks.totals import Totals
-
-_KEY = attrgetter("ticket", "attempt")
 
 
 class Ledger:
@@ -127,29 +124,35 @@ class Ledger:
         if ticket is None or ticket.stage is not Stage.GRANTED:
             self._totals.superseded += 1
             return
-        require(generator == ticket.generator, f"rank {generator} started ticket {number} of rank {ticket.generator}")
-        require(born >= ticket.floor, f"rank {generator} began ticket {number} with {born} < {ticket.floor}")
+        if generator != ticket.generator or born < ticket.floor:
+            owner = f"granted to rank {ticket.generator} with {ticket.floor}"
+            raise LedgerRuleError(f"rank {generator} started ticket {number}, {owner}, with {born}")
         ticket.floor = born
         self._move(ticket, Stage.STARTED, max(born, ticket.reserved))
 
     def finished(self, generator: int, *samples: SampleMeta) -> None:
         """Samples are finished; the last one finishes its group. What doesn't count is counted as superseded."""
-        size = self.spec.group_size
-        for (number, attempt), group in groupby(samples, key=_KEY):
-            results = list(group)
+        size, start = self.spec.group_size, 0
+        while start < len(samples):
+            number, attempt = samples[start].ticket, samples[start].attempt
             ticket = self._tickets.get(number)
-            taken = ticket.take(generator, attempt, results, size) if ticket is not None else 0
-            if ticket is not None and taken and ticket.works[attempt].settled == size:
-                self._complete(ticket, attempt)
-            for _ in range(len(results) - taken):
+            if ticket is None or not ticket.expects(attempt):
                 self._supersede(generator, number, attempt)
+                start += 1
+                continue
+            end, refused = ticket.take(generator, samples, start, size)
+            if ticket.is_whole(attempt, size):
+                self._complete(ticket, attempt)
+            for _ in range(refused):
+                self._supersede(generator, number, attempt)
+            start = end
 
     def left_out(self, generator: int, number: int, sample: int, attempt: int) -> None:
         """A sample of a group that was cut ends without data."""
         ticket = self._tickets.get(number)
         if ticket is None or not ticket.leave_out(generator, attempt, sample, self.spec.group_size):
             self._supersede(generator, number, attempt)
-        elif ticket.works[attempt].settled == self.spec.group_size:
+        elif ticket.is_whole(attempt, self.spec.group_size):
             self._complete(ticket, attempt)
 
     def failed(self, number: int, attempt: int, reason: str) -> None:
@@ -200,8 +203,9 @@ class Ledger:
             del ticket.works[attempt]
             self.notices.drop(work.generator, ticket.number, attempt)
             return
-        self.notices.drop_all(ticket, but=attempt)
-        ticket.works = {attempt: work}
+        if len(ticket.works) > 1:
+            self.notices.drop_all(ticket, but=attempt)
+            ticket.works = {attempt: work}
         ticket.live = attempt
         self._move(ticket, Stage.FINISHED, ticket.reserved)
         if not work.samples:

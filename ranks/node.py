@@ -122,28 +122,20 @@ class LedgerNode:
     def receive(self, received: Received, now: float) -> None:
         """Take one message. Raises `LedgerRuleError` when a rank breaks the protocol."""
         message, source = received.message, received.source
-        if isinstance(message, RoundPart):
-            self._deliver(self._rounds.receive(message))
+        if source not in self._generators or isinstance(message, Silence):
+            self._hear_others(source, message)
             return
-        if isinstance(message, Progress):
-            self._pace.hear(self._index_of[source], message)
-            return
-        if isinstance(message, Silence):
-            self.back(message.rank) if message.over else self.lost(message.rank)
-            return
-        if source not in self._generators:
-            raise LedgerRuleError(f"rank {source}, no generator, sent {type(message).__name__}")
         match message:
-            case Ask():
-                self.ledger.ask(source, message.room)
-            case Started():
-                for ticket, attempt, born in message.starts:
-                    self.ledger.started(source, ticket, attempt, born)
             case Finished():
                 self.counters[source] = message.counters
                 self.ledger.finished(source, *message.samples)
                 for ticket, index, attempt in message.left_out:
                     self.ledger.left_out(source, ticket, index, attempt)
+            case Started():
+                for ticket, attempt, born in message.starts:
+                    self.ledger.started(source, ticket, attempt, born)
+            case Ask():
+                self.ledger.ask(source, message.room)
             case Failed():
                 self.ledger.failed(message.ticket, message.attempt, message.reason)
                 self._failures.append(message)
@@ -151,6 +143,18 @@ class LedgerNode:
                 for ticket, attempt in message.tickets:
                     self.ledger.returned(source, ticket, attempt)
         self._send_news()
+
+    def _hear_others(self, source: int, message: Message) -> None:
+        """What ledgers say, and whoever watches a generator."""
+        match message:
+            case RoundPart():
+                self._deliver(self._rounds.receive(message))
+            case Progress():
+                self._pace.hear(self._index_of[source], message)
+            case Silence():
+                self.back(message.rank) if message.over else self.lost(message.rank)
+            case _:
+                raise LedgerRuleError(f"rank {source}, no generator, sent {type(message).__name__}")
 
     def tick(self, now: float) -> None:
         """Begin the next round when it is time; tell the watcher what has changed here."""
@@ -379,7 +383,7 @@ class LedgerNode:
 
     def _send_news(self) -> None:
         """Tell the generators what has changed for them, its own order kept: what is dropped first."""
-        if self.ledger.notices:
+        if self.ledger.notices.any:
             self._send_notices()
         for generator, grants in self.ledger.grant().items():
             self._send(generator, Grants(grants))

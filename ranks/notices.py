@@ -17,8 +17,9 @@ class Notices:
         self.dropped: dict[int, list[Key]] = {}
         self.overdue: dict[int, list[Key]] = {}
 
-    def __bool__(self) -> bool:
-        """Something is to be told."""
+    @property
+    def any(self) -> bool:
+        """Whether something is to be told."""
         return bool(self.dropped or self.overdue)
 
     def drop(self, generator: int, number: int, attempt: int) -> None:

@@ -81,36 +81,49 @@ class Ticket:
     def open(self) -> bool:
         return self.stage in OPEN
 
-    def take(self, generator: int, attempt: int, results: Sequence[SampleMeta], size: int) -> int:
-        """Keep what counts of the results of one attempt, for a group of `size`; returns how many do. A result of an
-        older attempt is as good as one of the newest if it is young enough for the deadline."""
-        if not self._expects(attempt):
-            return 0
-        floor, work, taken = self.floor, self.works.get(attempt), 0
-        for result in results:  # most of a ledger's work: nothing is called here that needn't be
+    def take(self, generator: int, results: Sequence[SampleMeta], start: int, size: int) -> tuple[int, int]:
+        """Keep what counts of the results of one attempt, which begin at `start`, for a group of `size`; returns where
+        they end and how many of them don't count. A result of an older attempt is as good as one of the newest if it
+        is young enough for the deadline."""
+        number, attempt, floor, refused = self.number, results[start].attempt, self.floor, 0
+        work = self.works.get(attempt) or Work(generator)
+        have, left_out = work.samples, work.left_out
+        for end in range(start, len(results)):  # most of a ledger's work: nothing is called here that needn't be
+            result = results[end]
+            if result.ticket != number or result.attempt != attempt:
+                break
             sample = result.sample
-            if not 0 <= sample < size or (work is not None and (sample in work.samples or sample in work.left_out)):
-                continue
-            if result.born < floor:
+            if not 0 <= sample < size or sample in have or sample in left_out:
+                refused += 1
+            elif result.born < floor:
                 self._check_older(attempt, result)
-                continue
-            if work is None or work.generator != generator:
-                work = self._work(attempt, generator)
-            work.samples[sample] = result
-            taken += 1
-        return taken
+                refused += 1
+            else:
+                have[sample] = result
+        else:
+            end = len(results)
+        if refused < end - start:
+            self._check_owner(work, generator)
+            self.works[attempt] = work
+        return end, refused
+
+    def is_whole(self, attempt: int, size: int) -> bool:
+        """Whether the attempt has brought a result of every sample."""
+        work = self.works.get(attempt)
+        return work is not None and work.settled == size
 
     def leave_out(self, generator: int, attempt: int, sample: int, size: int) -> bool:
         """A sample ends without data; returns whether that counts."""
-        if not self._expects(attempt) or not 0 <= sample < size:
+        if not self.expects(attempt) or not 0 <= sample < size:
             return False
-        work = self._work(attempt, generator)
+        work = self.works.setdefault(attempt, Work(generator))
+        self._check_owner(work, generator)
         if sample in work.samples or sample in work.left_out:
             return False
         work.left_out.add(sample)
         return True
 
-    def _expects(self, attempt: int) -> bool:
+    def expects(self, attempt: int) -> bool:
         """It is unfinished, and this attempt may finish it."""
         return self.stage in OPEN and self.since <= attempt <= self.attempt
 
@@ -119,14 +132,9 @@ class Ticket:
         sample, born = result.sample, result.born
         require(attempt != self.attempt, f"ticket {self.number} sample {sample}: born {born}, granted {self.floor}")
 
-    def _work(self, attempt: int, generator: int) -> Work:
-        """What that attempt, made by this generator, has brought so far."""
-        work = self.works.get(attempt)
-        if work is None:
-            work = self.works[attempt] = Work(generator)
+    def _check_owner(self, work: Work, generator: int) -> None:
         if generator != work.generator:
             raise LedgerRuleError(f"rank {generator} finished ticket {self.number} of rank {work.generator}")
-        return work
 
     def is_late(self, work: Work) -> bool:
         """What was young enough when it came may have become too old by the start of a newer attempt."""
@@ -168,6 +176,9 @@ class Outstanding:
 
     def move(self, ticket: Ticket, stage: Stage, reserved: int) -> None:
         """The ticket gets to a stage, or gets another deadline."""
+        if reserved == ticket.reserved and stage in OPEN and ticket.stage in OPEN:
+            ticket.stage = stage  # counted as before
+            return
         self._tally(ticket, -1)
         ticket.stage, ticket.reserved = stage, reserved
         self._tally(ticket, 1)

@@ -51,6 +51,8 @@ class Pace:
         self._step_began, self._step_s = float("inf"), 0.0
         """When the present step began; how long the last took, 0 in the first."""
         self._step_ended = True
+        self._longest_pause = LONGEST_PAUSE_S
+        """After the beginning of a round, until the next, whatever happens."""
 
     @property
     def standings(self) -> Sequence[Standing]:
@@ -63,6 +65,7 @@ class Pace:
         """Take the time."""
         if self._step_ended:
             self._step_ended, self._step_s, self._step_began = False, max(0.0, now - self._step_began), now
+            self._set_longest_pause()
 
     def step_ended(self) -> None:
         """The next begins, at the next tick."""
@@ -71,6 +74,7 @@ class Pace:
     def round_begins(self, now: float) -> None:
         """What is told by now is in its contributions."""
         self._began, self.urgent, self._told = now, False, self._ledger.changes
+        self._set_longest_pause()
 
     def next_round(self, phase: Phase, pulled: bool) -> float | None:
         """When a round begins, unless a message comes before; None: not without one."""
@@ -85,7 +89,10 @@ class Pace:
             return self._began + SHORTEST_PAUSE_S
         if (self._is_watcher and self._watch.credits_meet_asks) or self._may_redirect:
             return self._began + self._credit_pause
-        return self._began + max(LONGEST_PAUSE_S, min(self._likely_s / 2, SLOWEST_ROUND_S))
+        return self._began + self._longest_pause
+
+    def _set_longest_pause(self) -> None:
+        self._longest_pause = max(LONGEST_PAUSE_S, min(self._likely_s / 2, SLOWEST_ROUND_S))
 
     @property
     def _likely_s(self) -> float:

@@ -169,7 +169,7 @@ def test_weights_older_than_the_grant_are_a_defect() -> None:
     ledger.finished(GENERATOR, sample(0))
     train_step(ledger)
     assert granted(ledger) == [TicketGrant(1, 0, 1)]
-    with pytest.raises(LedgerRuleError, match="began ticket"):
+    with pytest.raises(LedgerRuleError, match="rank 5 started ticket 1, granted to rank 5 with 1, with 0"):
         ledger.started(GENERATOR, 1, 0, 0)
     with pytest.raises(LedgerRuleError, match="born"):
         ledger.finished(GENERATOR, sample(1, born=0))

@@ -101,16 +101,21 @@ def static_caps(patch: pytest.MonkeyPatch) -> None:
 
 
 def accept_any_late_result(patch: pytest.MonkeyPatch) -> None:
-    lacks, complete = Ticket.lacks, Ledger._complete
+    take, complete = Ticket.take, Ledger._complete
 
-    def lenient(self: Ticket, sample: int, attempt: int, born: int, size: int) -> bool:
-        return lacks(self, sample, attempt, max(born, self.floor) if attempt < self.attempt else born, size)
+    def lenient(self: Ticket, generator: int, results: Sequence[SampleMeta], start: int, size: int) -> tuple[int, int]:
+        floor = self.floor
+        if results[start].attempt < self.attempt:
+            self.floor = 0
+        taken = take(self, generator, results, start, size)
+        self.floor = floor
+        return taken
 
     def unseeing(self: Ledger, ticket: Ticket, attempt: int) -> None:
         ticket.floor = min([ticket.floor, *(sample.born for sample in ticket.works[attempt].samples.values())])
         complete(self, ticket, attempt)
 
-    patch.setattr(Ticket, "lacks", lenient)
+    patch.setattr(Ticket, "take", lenient)
     patch.setattr(Ledger, "_complete", unseeing)
 
 
@@ -306,13 +311,13 @@ def grant_to_the_absent(patch: pytest.MonkeyPatch) -> None:
 
 def results_after_dropped(patch: pytest.MonkeyPatch) -> None:
     """A late result counts though its owner was told to forget the data."""
-    lacks = Ticket.lacks
+    expects = Ticket.expects
 
-    def forgetful(self: Ticket, sample: int, attempt: int, born: int, size: int) -> bool:
+    def forgetful(self: Ticket, attempt: int) -> bool:
         self.since = 0
-        return lacks(self, sample, attempt, born, size)
+        return expects(self, attempt)
 
-    patch.setattr(Ticket, "lacks", forgetful)
+    patch.setattr(Ticket, "expects", forgetful)
 
 
 # Order and bounds
