@@ -161,8 +161,8 @@ class SimulatedGenerator:
         ticket, attempt = group.key
         spans = self._spans(begun, token_s, length)
         reward = self._job.reward(ticket, sample)
-        meta = SampleMeta(ticket, sample, attempt, spans[0][0], PROMPT_TOKENS, length, reward, spans)
-        group.metas.append(meta)
+        told = spans if len(spans) > 1 else ()  # as a real one does
+        group.metas.append(SampleMeta(ticket, sample, attempt, spans[0][0], PROMPT_TOKENS, length, reward, told))
         group.trace.sample_s += length * token_s
         group.trace.longest_s = max(group.trace.longest_s, length * token_s)
 
