@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ from headrace.ranks import archive
 from headrace.ranks.archive import ArchiveFiles, ArchiveWriter, Record, image_of, launches_in, read_segment, read_share
 
 PROGRAM = Path(__file__).with_name("archive_program.py")
+LOCKLESS = Path(__file__).with_name("lockless_program.py")
+ROOT = Path(__file__).parents[2]
 
 
 def same(one: list[Trajectory], other: list[Trajectory]) -> bool:
@@ -74,6 +77,24 @@ def test_a_segment_is_an_hdf5_file_for_other_tools(tmp_path):
         [first, second] = trajectories_of(group(3))
         assert file["000000003_0/tokens"][()].tolist() == [*first.tokens, *second.tokens]
         assert file["000000003_0/logprobs"].dtype == np.float32
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="made by seccomp")
+def test_where_the_file_system_refuses_locks_an_archive_is_written_read_and_open_to_the_documented_lines(tmp_path):
+    """HDF5 itself would lock every file that it opens."""
+    folder = tmp_path / "runs/NAME/archive"
+    folder.mkdir(parents=True)
+    [lines] = re.findall(r"```python\n(import h5py\n.*?)```", (ROOT / "docs/runs.md").read_text(), re.DOTALL)
+    command = [sys.executable, LOCKLESS, folder, lines.replace("000017.h5", "000001.h5")]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    said, refused, printed = ended.stdout.split("\n", 2)
+    assert said == "[123] []"
+    assert "unable to lock file" in refused
+    columns = [
+        np.concatenate([getattr(t, name) for t in trajectories_of(group(123))]) for name in ("tokens", "versions")
+    ]
+    assert printed == f"{columns[0]} {columns[1]}\n"
 
 
 @settings(max_examples=150, deadline=None)
