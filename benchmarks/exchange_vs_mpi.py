@@ -21,12 +21,12 @@ import numpy as np
 from benchmarks import interleaved_medians, report
 from benchmarks.ranks import abort, parse_options, run_ranks
 from headrace.comm.columns import COLUMN_DTYPES
+from headrace.comm.courier import Courier
 from headrace.comm.exchange import ExchangeConsumer, ExchangeOwner, SampleStore
 from headrace.comm.messages import Message, Release
 from headrace.comm.mpi import MpiTransport
 from headrace.comm.trajectory import Trajectory, Unit
 from headrace.comm.transport import Received
-from headrace.ranks.courier import Courier
 
 CONSUMER, OWNER = 0, 1
 START_TAG = 1

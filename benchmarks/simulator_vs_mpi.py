@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import interleaved_medians, report
 from benchmarks.jobs import run_job, steps_per_s
-from headrace.ranks.courier import LONGEST_NAP_S
+from headrace.comm.courier import LONGEST_NAP_S
 from headrace.ranks.simulator import MadeUpLengths, SimulatedJob, Simulation
 from headrace.ranks.tickets import LedgerSpec
 from headrace.rollout.config import LatencyConfig

@@ -19,6 +19,7 @@ import torch
 
 from benchmarks import interleaved_medians, report
 from benchmarks.ranks import abort, parse_options, run_ranks
+from headrace.comm.courier import Courier
 from headrace.comm.devices import detect
 from headrace.comm.groups import make_group, share_store
 from headrace.comm.mpi import MpiTransport
@@ -26,7 +27,6 @@ from headrace.comm.weights import Publisher, Subscriber, TensorSpec, WeightTenso
 from headrace.comm.weights_collective import Broadcaster, CollectivePublisher, CollectiveSubscriber
 from headrace.comm.weights_mpi import MpiPublisher
 from headrace.comm.weights_pull import MpiSubscriber
-from headrace.ranks.courier import Courier
 
 TRAINER = 0
 RECEIVERS = (1, 3, 7)

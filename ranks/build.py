@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from headrace.comm.courier import Courier
 from headrace.comm.exchange import SampleStore
 from headrace.comm.messages import Salvaged
 from headrace.comm.weights import Publisher, Subscriber
@@ -19,7 +20,6 @@ from headrace.comm.weights_mpi import MpiPublisher
 from headrace.comm.weights_pull import MpiSubscriber
 from headrace.ranks.archive import Archived, ArchiveFiles, ArchiveWriter, launches_in, read_share
 from headrace.ranks.config import JobConfig
-from headrace.ranks.courier import Courier
 from headrace.ranks.generator_rank import GeneratorRank
 from headrace.ranks.journal import JOURNAL, JournalWriter, read_journal
 from headrace.ranks.learner import LatencyLearner, Learner, PolicyLearner

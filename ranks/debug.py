@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from headrace.comm.courier import LONGEST_NAP_S
 from headrace.comm.simulated import SimulatedNetwork
 from headrace.ranks.build import (
     Links,
@@ -27,7 +28,6 @@ from headrace.ranks.build import (
     start_step_of,
 )
 from headrace.ranks.config import JobConfig
-from headrace.ranks.courier import LONGEST_NAP_S
 from headrace.ranks.heartbeat import MainState
 from headrace.ranks.run import Rank
 from headrace.ranks.topology import plan_roles

@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import ClassVar
 
+from headrace.comm.courier import Courier
 from headrace.comm.exchange import SampleStore
 from headrace.comm.messages import (
     Ask,
@@ -48,7 +49,6 @@ from headrace.comm.messages import (
 from headrace.comm.trajectory import Trajectory, Unit
 from headrace.comm.transport import Received, Transport
 from headrace.comm.weights import Subscriber
-from headrace.ranks.courier import Courier
 from headrace.ranks.groups import CUT, Group, Sample
 from headrace.ranks.heartbeat import MainState
 from headrace.ranks.intake import Intake, Key

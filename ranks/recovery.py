@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.comm.courier import Courier
 from headrace.comm.messages import CheckpointBegin, CheckpointPart, Covered
-from headrace.ranks.courier import Courier
 from headrace.ranks.heartbeat import MainState
 from headrace.ranks.learner import Learner
 from headrace.ranks.node import LedgerNode

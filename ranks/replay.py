@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from headrace.comm.courier import Courier
 from headrace.comm.exchange import ExchangeConsumer
 from headrace.comm.messages import Release
 from headrace.comm.trajectory import Trajectory
-from headrace.ranks.courier import Courier
 from headrace.ranks.heartbeat import MainState
 from headrace.ranks.learner import Learner
 from headrace.ranks.shutdown import until

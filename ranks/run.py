@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace.comm.courier import Courier
 from headrace.comm.service import Service
 from headrace.comm.transport import Received, Transport
 from headrace.ranks.config import JobConfig
-from headrace.ranks.courier import Courier
 from headrace.ranks.heartbeat import Heartbeats, MainState
 from headrace.ranks.living import Living
 from headrace.ranks.tickets import LedgerSpec

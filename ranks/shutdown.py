@@ -16,9 +16,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from headrace.comm.courier import Courier
 from headrace.comm.errors import WaitLimitError
 from headrace.comm.messages import Bye, EvalResult, Stop
-from headrace.ranks.courier import Courier
 from headrace.ranks.evaluation import Share
 from headrace.ranks.generator import GeneratorDesk, GeneratorLoop
 from headrace.ranks.groups import Group

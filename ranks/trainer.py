@@ -23,6 +23,7 @@ from typing import ClassVar
 import msgspec
 from msgspec.structs import replace
 
+from headrace.comm.courier import Courier
 from headrace.comm.errors import WaitLimitError
 from headrace.comm.exchange import ExchangeConsumer
 from headrace.comm.messages import (
@@ -39,7 +40,6 @@ from headrace.comm.messages import (
 from headrace.comm.trajectory import Trajectory
 from headrace.comm.transport import Received, Transport
 from headrace.comm.weights import Publisher
-from headrace.ranks.courier import Courier
 from headrace.ranks.failed_groups import FailedGroups
 from headrace.ranks.heartbeat import MainState
 from headrace.ranks.learner import Learner

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
+from headrace.comm.courier import Courier
 from headrace.comm.errors import HeadraceError, PeerLostError, WaitLimitError
 from headrace.comm.messages import Ask, Bye, Heartbeat, Hello, Silence
 from headrace.comm.simulated import SimulatedNetwork
 from headrace.ranks.config import RanksConfig
-from headrace.ranks.courier import Courier
 from headrace.ranks.heartbeat import LEAVING, Heartbeats, MainState
 from headrace.ranks.living import Living
 from headrace.ranks.startup import disagreement, meet

@@ -7,6 +7,7 @@ from collections import deque
 import numpy as np
 import pytest
 
+from headrace.comm.courier import Courier
 from headrace.comm.exchange import SampleStore
 from headrace.comm.messages import (
     Ask,
@@ -24,7 +25,6 @@ from headrace.comm.messages import (
 from headrace.comm.simulated import SimulatedNetwork
 from headrace.comm.weights import Version
 from headrace.ranks.config import RanksConfig
-from headrace.ranks.courier import Courier
 from headrace.ranks.generator import GeneratorDesk, GeneratorLoop
 from headrace.ranks.heartbeat import MainState
 from headrace.ranks.topology import plan_roles
