@@ -20,11 +20,11 @@ import numpy as np
 
 from benchmarks import interleaved_medians, report
 from benchmarks.ranks import abort, parse_options, run_ranks
-from headrace.comm.columns import COLUMN_DTYPES
 from headrace.comm.courier import Courier
-from headrace.comm.exchange import ExchangeConsumer, ExchangeOwner, SampleStore
+from headrace.comm.exchange import ExchangeConsumer, ExchangeOwner
 from headrace.comm.messages import Message, Release
 from headrace.comm.mpi import MpiTransport
+from headrace.comm.trajectories import COLUMN_DTYPES, TRAJECTORY, TrajectoryStore, trajectories_by_key
 from headrace.comm.trajectory import Trajectory, Unit
 from headrace.comm.transport import Received
 
@@ -42,7 +42,7 @@ def trajectory(ticket: int, sample: int, tokens: int) -> Trajectory:
     return Trajectory(Unit(ticket, sample, 0), **columns, reward=0.0, finish="stop")
 
 
-def fill(store: SampleStore, nbytes: int, groups: int) -> None:
+def fill(store: TrajectoryStore, nbytes: int, groups: int) -> None:
     """Ragged: sample n has n + 1 parts of the tokens."""
     part = nbytes // BYTES_PER_TOKEN // (SAMPLES * (SAMPLES + 1) // 2)
     for ticket in range(groups):
@@ -70,7 +70,7 @@ def pull_all(consumer: ExchangeConsumer, courier: Courier, groups: int, in_fligh
             continue
         under_way.pop(0)
         under_way += ask(1)
-        for samples in got.values():
+        for samples in trajectories_by_key(got).values():
             assert all(item.versions[-1] == item.unit.sample for item in samples)
             pulled += sum(len(item.tokens) for item in samples) * BYTES_PER_TOKEN
     return pulled / (time.perf_counter() - begun) / 1e9
@@ -126,8 +126,8 @@ def rank_main(case: str, rounds: int) -> None:
 
     world = MPI.COMM_WORLD
     nbytes, in_flight, groups = CASES[case]
-    transport, store = MpiTransport(world.Dup()), SampleStore()
-    consumer, plain = ExchangeConsumer(transport), PlainTurn(nbytes, in_flight, groups)
+    transport, store = MpiTransport(world.Dup()), TrajectoryStore()
+    consumer, plain = ExchangeConsumer(transport, TRAJECTORY), PlainTurn(nbytes, in_flight, groups)
     if world.Get_rank() == OWNER:
         fill(store, nbytes, groups)
     courier = Courier(transport, [ExchangeOwner(transport, store), consumer, plain], abort)

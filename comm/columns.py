@@ -1,58 +1,40 @@
-"""Groups of trajectories as contiguous columns, in memory and on the wire.
+"""Groups of samples as contiguous columns, in memory and on the wire.
 
-    group (ticket, attempt)
-      samples   [n]  unit, reward, finish, texts           ─▶ msgpack header
-      columns        tokens, loss_mask, logprobs, versions ─▶ one buffer each, the samples one after the other
-      lengths   [n]  rows of each sample, per column       ─▶ msgpack header
+    group (key)
+      samples   n
+      columns   name → one array, the samples one after the other,    ─▶ one buffer each; small ones, and those of one
+                       and the rows of each sample                       number per sample, in the header
+      texts     name → n strings                                      ─▶ msgpack header
 
-A column is ragged: one concatenated array and the length of every sample's share. So a group leaves the owner's
-memory without a copy, and a consumer's trajectories are views of the buffers that arrived.
+A group leaves the owner's memory without a copy, and a consumer's arrays are views of the buffers that arrived. Which
+fields there are is said by a `Schema`; a group may hold some of them only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headrace.comm.errors import HeadraceError
-from headrace.comm.trajectory import Trajectory, Unit
+from headrace.comm.messages import Key
+from headrace.comm.schema import ExchangeError, Field, Schema
 from headrace.comm.transport import Buffer
 
-GroupKey = tuple[int, int]
-"""(ticket, attempt)."""
+K = TypeVar("K", bound=Key)
 
-COLUMN_DTYPES: dict[str, np.dtype[Any]] = {
-    "tokens": np.dtype(np.int32),
-    "loss_mask": np.dtype(np.uint8),
-    "logprobs": np.dtype(np.float32),
-    "versions": np.dtype(np.int32),
-}
-"""The columns of a trajectory: one row per token."""
+Sample = Mapping[str, Any]
+"""Name of a field → array, number (fixed, of shape ()) or string. An optional field may be None or left out."""
 
-TEXTS = ("prompt_text", "response_text")
+MISSING = -1
+"""In place of the number of rows, where a sample lacks an optional field."""
 
-FIELDS = (*COLUMN_DTYPES, *TEXTS)
-"""What can be asked for by name; unit, reward and finish always come along."""
-
-
-class ExchangeError(HeadraceError):
-    """Samples that can't be stored, found or read: an unknown group or field, or data that don't fit the schema."""
-
-
-class SampleRow(msgspec.Struct, frozen=True, array_like=True):
-    """What a sample has once rather than per token."""
-
-    sample: int
-    reward: float
-    finish: str
-    prompt_text: str
-    response_text: str
+_MOST_ROWS = 1 << 40
+"""Of one sample; more is a damaged header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,113 +42,153 @@ class Column:
     """One field of all samples of a group."""
 
     data: npt.NDArray[Any]
-    """[sum of lengths], contiguous."""
+    """[rows of all samples, *shape of the field], contiguous."""
     lengths: list[int]
-    """Rows of each sample."""
+    """Rows of each sample (1 in a fixed field), or `MISSING`."""
+    ragged: bool = True
 
-    def rows(self) -> Iterator[npt.NDArray[Any]]:
-        """The share of each sample, as views."""
-        return (self.data[start:end] for start, end in pairwise(accumulate(self.lengths, initial=0)))
+    def rows(self) -> Iterator[Any]:
+        """The share of each sample, as views; of a fixed field of shape () a number. None where it is missing."""
+        start = 0
+        for length in self.lengths:
+            if length == MISSING:
+                yield None
+            elif self.ragged:
+                yield self.data[start : start + length]
+            else:
+                yield self.data[start]
+            start += max(length, 0)
+
+    def pick(self, places: Sequence[int]) -> Column:
+        """The same of some samples: a view if they stand one after the other, otherwise copied."""
+        starts = [0, *accumulate(max(length, 0) for length in self.lengths)]
+        lengths = [self.lengths[place] for place in places]
+        if all(after == before + 1 for before, after in pairwise(places)):
+            begin, end = (starts[places[0]], starts[places[-1] + 1]) if places else (0, 0)
+            return Column(self.data[begin:end], lengths, self.ragged)
+        parts = [self.data[starts[place] : starts[place + 1]] for place in places]
+        return Column(_joined(parts, self.data), lengths, self.ragged)
+
+    @property
+    def bytes(self) -> Buffer:
+        """The data as bytes [nbytes], sharing their memory."""
+        return self.data.reshape(-1).view(np.uint8)
+
+    @property
+    def scalar(self) -> bool:
+        """One number per sample."""
+        return not self.ragged and self.data.ndim == 1
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Samples of one ticket on one attempt."""
+class Group(Generic[K]):
+    """Samples under one key. `group["tokens"]` are the tokens of each of them; iterating gives them as dicts."""
 
-    key: GroupKey
-    samples: list[SampleRow]
+    key: K
+    samples: int
     columns: dict[str, Column]
+    texts: dict[str, list[str | None]]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the columns."""
         return sum(column.data.nbytes for column in self.columns.values())
 
+    @property
+    def fields(self) -> set[str]:
+        """Those that it holds."""
+        return self.columns.keys() | self.texts.keys()
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """A field of every sample: views, numbers or strings, or None where it is missing."""
+        return list(self.columns[name].rows()) if name in self.columns else list(self.texts[name])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        each = {name: self[name] for name in (*self.columns, *self.texts)}
+        return ({name: values[place] for name, values in each.items()} for place in range(self.samples))
+
 
 class _ColumnHeader(msgspec.Struct, frozen=True, array_like=True):
     name: str
     dtype: str
-    lengths: list[Annotated[int, msgspec.Meta(ge=0)]]
+    lengths: list[Annotated[int, msgspec.Meta(ge=MISSING, le=_MOST_ROWS)]]
+    data: bytes | None
+    """None: a buffer follows."""
 
 
 class _GroupHeader(msgspec.Struct, frozen=True, array_like=True):
-    ticket: int
-    attempt: int
-    samples: list[SampleRow]
+    key: Key
+    samples: Annotated[int, msgspec.Meta(ge=0)]
     columns: list[_ColumnHeader]
+    texts: list[tuple[str, list[str | None]]]
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[_GroupHeader])
 
 
-def make_group(ticket: int, attempt: int, trajectories: Sequence[Trajectory]) -> Group:
-    """Copy trajectories into read-only columns.
+def gather(schema: Schema, key: K, samples: Sequence[Sample]) -> Group[K]:
+    """Copy samples into read-only columns.
 
     Raises:
-        ExchangeError: a trajectory is of another group, a column of another dtype, or their lengths differ.
+        ExchangeError: the key, or a value, doesn't fit the schema; the text names sample and field.
     """
-    for trajectory in trajectories:
-        _check_trajectory((ticket, attempt), trajectory)
-    columns = {name: _concatenate(name, trajectories) for name in COLUMN_DTYPES}
-    samples = [
-        SampleRow(item.unit.sample, float(item.reward), item.finish, item.prompt_text, item.response_text)
-        for item in trajectories
-    ]
-    return Group((ticket, attempt), samples, columns)
+    schema.check_key(key)
+    _check_names(schema, key, samples)
+    columns: dict[str, Column] = {}
+    texts: dict[str, list[str | None]] = {}
+    for name, field in schema.fields.items():
+        values = [sample.get(name) for sample in samples]
+        where = _Place(schema, key, name, field)
+        if field.kind == "text":
+            texts[name] = [where.string(index, value) for index, value in enumerate(values)]
+        else:
+            columns[name] = _column(field, [where.array(index, value) for index, value in enumerate(values)])
+    return Group(key, len(samples), columns, texts)
 
 
-def trajectories_of(group: Group) -> list[Trajectory]:
-    """The samples of a group as views of its columns; columns that it lacks are arrays of length 0."""
-    absent = [np.empty(0, np.uint8)] * len(group.samples)
-    rows = {
-        name: list(group.columns[name].rows()) if name in group.columns else [row.view(dtype) for row in absent]
-        for name, dtype in COLUMN_DTYPES.items()
-    }
-    ticket, attempt = group.key
-    return [
-        Trajectory(
-            Unit(ticket, sample.sample, attempt),
-            **{name: rows[name][index] for name in COLUMN_DTYPES},
-            reward=sample.reward,
-            finish=sample.finish,
-            prompt_text=sample.prompt_text,
-            response_text=sample.response_text,
-        )
-        for index, sample in enumerate(group.samples)
-    ]
-
-
-def select(group: Group, fields: Sequence[str] | None) -> Group:
-    """The group with only the named fields (None: all), sharing its arrays; texts that weren't named are empty.
+def select(schema: Schema, group: Group[K], fields: Iterable[str] | None, rows: Sequence[int] | None) -> Group[K]:
+    """The group with only these fields and samples (None: all), sharing its arrays where `Column.pick` can.
 
     Raises:
-        ExchangeError: there is no such field.
+        ExchangeError: there is no such field or sample.
     """
-    if fields is None:
-        return group
-    unknown = sorted(set(fields) - set(FIELDS))
-    if unknown:
-        raise ExchangeError(f"Samples have no field {', '.join(unknown)}; the fields are {', '.join(FIELDS)}.")
-    blank = {name: "" for name in TEXTS if name not in fields}
-    samples = [msgspec.structs.replace(sample, **blank) for sample in group.samples] if blank else group.samples
-    return Group(group.key, samples, {name: column for name, column in group.columns.items() if name in fields})
+    wanted = schema.check_fields(fields)
+    columns = {name: group.columns[name] for name in wanted if name in group.columns}
+    texts = {name: group.texts[name] for name in wanted if name in group.texts}
+    if rows is None:
+        return Group(group.key, group.samples, columns, texts)
+    outside = [row for row in rows if not 0 <= row < group.samples]
+    if outside:
+        raise ExchangeError(f"{schema.name(group.key)} has {group.samples} samples; there is no sample {outside[0]}.")
+    picked = {name: column.pick(rows) for name, column in columns.items()}
+    return Group(group.key, len(rows), picked, {name: [each[row] for row in rows] for name, each in texts.items()})
 
 
-def pack_groups(groups: Iterable[Group]) -> tuple[bytes, list[Buffer]]:
-    """A header and, for every group and column in its order, one buffer of bytes that shares the column's memory."""
+def pack_groups(schema: Schema, groups: Iterable[Group[Any]], eager_bytes: int = 0) -> tuple[bytes, list[Buffer]]:
+    """A header and, for every group and column in its order, a buffer of bytes that shares the column's memory.
+
+    Columns of one number per sample have no buffer, nor have those of fewer than `eager_bytes`: they are copied into
+    the header.
+    """
     headers, buffers = [], []
     for group in groups:
-        columns = [_ColumnHeader(name, item.data.dtype.str, item.lengths) for name, item in group.columns.items()]
-        headers.append(_GroupHeader(*group.key, group.samples, columns))
-        buffers += [item.data.view(np.uint8) for item in group.columns.values()]
+        columns = []
+        for name, column in group.columns.items():
+            eager = column.scalar or column.data.nbytes < eager_bytes
+            data = column.data.tobytes() if eager else None
+            columns.append(_ColumnHeader(name, schema.fields[name].dtype, column.lengths, data))
+            if not eager:
+                buffers.append(column.bytes)
+        headers.append(_GroupHeader(group.key, group.samples, columns, [*group.texts.items()]))
     return _encoder.encode(headers), buffers
 
 
-def unpack_groups(header: bytes, buffers: Sequence[Buffer]) -> dict[GroupKey, list[Trajectory]]:
-    """The trajectories of what `pack_groups` made; their columns are views of the buffers.
-
-    Columns that weren't packed are arrays of length 0.
+def unpack_groups(schema: Schema, header: bytes, buffers: Sequence[Buffer]) -> dict[Key, Group[Key]]:
+    """The groups of what `pack_groups` made; their columns are views of the buffers.
 
     Raises:
         ExchangeError: header and buffers don't fit the schema or each other.
@@ -174,60 +196,125 @@ def unpack_groups(header: bytes, buffers: Sequence[Buffer]) -> dict[GroupKey, li
     try:
         headers = _decoder.decode(header)
     except msgspec.DecodeError as error:
-        raise ExchangeError(
-            f"The header of {len(header)} bytes before pulled samples can't be read ({error})."
-        ) from error
-    named = sum(len(item.columns) for item in headers)
+        raise ExchangeError(f"The header of {len(header)} bytes before samples can't be read ({error}).") from error
+    named = sum(column.data is None for item in headers for column in item.columns)
     if named != len(buffers):
-        raise ExchangeError(
-            f"A header of pulled samples names {named} columns, but {len(buffers)} buffers came with it."
-        )
+        raise ExchangeError(f"A header of samples names {named} columns, but {len(buffers)} buffers came with it.")
     remaining = iter(buffers)
-    groups = [_read_group(item, remaining) for item in headers]
-    found = {group.key: trajectories_of(group) for group in groups}
-    if len(found) != len(groups):
-        raise ExchangeError("A header of pulled samples names a group twice.")
-    return found
+    groups = {item.key: _read_group(schema, item, remaining) for item in headers}
+    if len(groups) != len(headers):
+        raise ExchangeError("A header of samples names a group twice.")
+    return groups
 
 
-def _check_trajectory(key: GroupKey, trajectory: Trajectory) -> None:
-    unit = trajectory.unit
-    if (unit.ticket, unit.attempt) != key:
-        raise ExchangeError(f"{unit} can't be stored in the group of ticket {key[0]}, attempt {key[1]}.")
-    for name, dtype in COLUMN_DTYPES.items():
-        column = getattr(trajectory, name)
-        if column.dtype != dtype or column.ndim != 1:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a value stands, for the errors."""
+
+    schema: Schema
+    key: Key
+    name: str
+    field: Field
+
+    def array(self, index: int, value: object) -> npt.NDArray[Any] | None:
+        if value is None:
+            self._check_optional(index)
+            return None
+        array = self.field.array(value)
+        if array is None:
+            raise self._misfit(index, value)
+        return array
+
+    def string(self, index: int, value: object) -> str | None:
+        if value is None:
+            self._check_optional(index)
+            return None
+        if not isinstance(value, str):
+            raise self._misfit(index, value)
+        return value
+
+    def _check_optional(self, index: int) -> None:
+        if not self.field.optional:
+            raise ExchangeError(f"{self._told(index)} is missing; the schema says {self.field}, and not optional.")
+
+    def _misfit(self, index: int, value: object) -> ExchangeError:
+        found = f"{value.dtype} {list(value.shape)}" if hasattr(value, "dtype") and hasattr(value, "shape") else None
+        told = f"{self._told(index)} is {found or f'of type {type(value).__name__}'}; the schema says {self.field}."
+        carried = f" Give its bits, as {self.field.carrier} of the same shape." if self.raw else ""
+        return ExchangeError(told + carried)
+
+    @property
+    def raw(self) -> bool:
+        return self.field.kind != "text" and self.field.dtype != self.field.carrier.str
+
+    def _told(self, index: int) -> str:
+        return f"Field {self.name} of sample {index} of {self.schema.name(self.key)}"
+
+
+def _check_names(schema: Schema, key: Key, samples: Sequence[Sample]) -> None:
+    for index, sample in enumerate(samples):
+        unknown = sorted(sample.keys() - schema.fields.keys())
+        if unknown:
             raise ExchangeError(
-                f"Column {name} of {unit} is {column.dtype} {list(column.shape)}; the schema says {dtype} [T]."
+                f"Sample {index} of {schema.name(key)} has a field {unknown[0]}, which isn't in the schema; the fields "
+                f"are {', '.join(schema.fields)}."
             )
-        if len(column) != len(trajectory.tokens):
-            raise ExchangeError(f"Column {name} of {unit} has {len(column)} rows for {len(trajectory.tokens)} tokens.")
 
 
-def _concatenate(name: str, trajectories: Sequence[Trajectory]) -> Column:
-    parts = [getattr(item, name) for item in trajectories]
-    data = np.concatenate([np.empty(0, COLUMN_DTYPES[name]), *parts])
+def _column(field: Field, parts: Sequence[npt.NDArray[Any] | None]) -> Column:
+    ragged = field.kind == "ragged"
+    lengths = [MISSING if part is None else len(part) if ragged else 1 for part in parts]
+    present = [part if ragged else part[None] for part in parts if part is not None]
+    return Column(_joined(present, np.empty((0, *field.shape), field.carrier)), lengths, ragged)
+
+
+def _joined(parts: Sequence[npt.NDArray[Any]], like: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """One read-only array of them, with the dtype and the further axes of `like`."""
+    data = np.empty((sum(map(len, parts)), *like.shape[1:]), like.dtype)
+    if parts:
+        np.concatenate(parts, out=data)  # without `out`, it would turn the bytes into the machine's order
     data.flags.writeable = False
-    return Column(data, [len(part) for part in parts])
+    return data
 
 
-def _read_group(header: _GroupHeader, buffers: Iterator[Buffer]) -> Group:
-    where = f"ticket {header.ticket}, attempt {header.attempt}"
-    columns = {item.name: _read_column(item, next(buffers), len(header.samples), where) for item in header.columns}
-    if len(columns) != len(header.columns):
-        raise ExchangeError(f"A column of {where} came twice.")
-    if len({tuple(column.lengths) for column in columns.values()}) > 1:
-        raise ExchangeError(f"The columns of {where} disagree about the lengths of the samples.")
-    return Group((header.ticket, header.attempt), header.samples, columns)
+def _read_group(schema: Schema, header: _GroupHeader, buffers: Iterator[Buffer]) -> Group[Key]:
+    schema.check_key(header.key)
+    where = schema.name(header.key)
+    columns = {item.name: _read_column(schema, item, buffers, header.samples, where) for item in header.columns}
+    texts = dict(header.texts)
+    for name, strings in texts.items():
+        lengths = [MISSING if string is None else 1 for string in strings]
+        _check_lengths(_field(schema, name, "", where), name, lengths, header.samples, where)
+    if len(columns) + len(texts) != len(header.columns) + len(header.texts):
+        raise ExchangeError(f"A field of {where} came twice.")
+    return Group(header.key, header.samples, columns, texts)
 
 
-def _read_column(header: _ColumnHeader, buffer: Buffer, samples: int, where: str) -> Column:
-    dtype = COLUMN_DTYPES.get(header.name)
-    if dtype is None or header.dtype != dtype.str:
-        raise ExchangeError(f"Column {header.name} ({header.dtype}) of {where} isn't in the schema of a sample.")
-    if len(header.lengths) != samples:
-        raise ExchangeError(f"Column {header.name} of {where} has {len(header.lengths)} lengths for {samples} samples.")
-    expected = sum(header.lengths) * dtype.itemsize
-    if buffer.nbytes != expected:
-        raise ExchangeError(f"Column {header.name} of {where} came with {buffer.nbytes} bytes instead of {expected}.")
-    return Column(buffer.view(dtype), header.lengths)
+def _read_column(schema: Schema, header: _ColumnHeader, buffers: Iterator[Buffer], samples: int, where: str) -> Column:
+    data = next(buffers) if header.data is None else np.frombuffer(header.data, np.uint8)
+    field = _field(schema, header.name, header.dtype, where)
+    if field.kind == "text":
+        raise ExchangeError(f"Field {header.name} of {where} came as an array; the schema says {field}.")
+    _check_lengths(field, header.name, header.lengths, samples, where)
+    rows = sum(length for length in header.lengths if length > 0)
+    if data.nbytes != rows * field.row_bytes:
+        raise ExchangeError(
+            f"Field {header.name} of {where} came with {data.nbytes} bytes instead of {rows * field.row_bytes}."
+        )
+    return Column(data.view(field.carrier).reshape(rows, *field.shape), header.lengths, field.kind == "ragged")
+
+
+def _field(schema: Schema, name: str, dtype: str, where: str) -> Field:
+    field = schema.fields.get(name)
+    if field is None or field.dtype != dtype:
+        raise ExchangeError(f"Field {name} ({dtype or 'text'}) of {where} isn't in the schema.")
+    return field
+
+
+def _check_lengths(field: Field, name: str, lengths: Sequence[int], samples: int, where: str) -> None:
+    if len(lengths) != samples:
+        raise ExchangeError(f"Field {name} of {where} has {len(lengths)} lengths for {samples} samples.")
+    if not field.optional and MISSING in lengths:
+        raise ExchangeError(f"Field {name} of {where} is missing in a sample; the schema says {field}, not optional.")
+    if field.kind == "fixed" and any(length not in (1, MISSING) for length in lengths):
+        raise ExchangeError(f"Field {name} of {where} has several rows in a sample; the schema says {field}.")

@@ -1,15 +1,17 @@
-"""The sample exchange: a generator keeps its finished groups, a trainer pulls the fields it needs from their owner.
+"""The sample exchange: an owner keeps groups of samples, a consumer pulls the fields it needs from their owner.
 
-    generator                                                   trainer
-    main thread ── put ──▶ SampleStore                          any thread ── pull(owner, keys) ──▶ ExchangeConsumer
+    owner: a generator                                          consumer: a trainer, a scorer
+    main thread ── put ──▶ GroupStore                           any thread ── pull(owner, keys) ──▶ ExchangeConsumer
                                ▲                                                                        │ tick
-                          ExchangeOwner ◀──────────────── Pull(request, tickets, fields) ───────────────┤
-                               ├───────────── Pulled(request, header) + one buffer per column ─────────▶│
+                          ExchangeOwner ◀───────────────── Pull(request, keys, fields) ─────────────────┤
+                               ├─────── Pulled(request, header) + one buffer per large column ─────────▶│
                                │                                any thread ◀── take(request) ───────────┤
-                               ◀──────────────────────── Release(tickets) ────────────────────────────── whoever knows
+                               ◀──────────────────────── Release(keys) ──────────────────────────────── whoever knows
 
-A group stays in the store until it is released; any number of consumers may pull it. A request is: queued → sent →
-answered → taken, or cancelled at any point.
+A group stays in the store until it is released; any number of consumers may pull it. Instead of keys, a consumer may
+give a name under which it *consumes*: it gets groups that nobody has got under this name, and the owner keeps the
+request for a while when there are none. A request is: queued → sent → answered → taken, or cancelled at any point; a
+group that was consumed counts as consumed even so.
 """
 
 from __future__ import annotations
@@ -17,176 +19,195 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from headrace.comm.columns import (
-    ExchangeError,
-    Group,
-    GroupKey,
-    make_group,
-    pack_groups,
-    select,
-    trajectories_of,
-    unpack_groups,
-)
-from headrace.comm.messages import Message, Pull, Pulled, Release
-from headrace.comm.trajectory import Trajectory
+from headrace.comm.columns import Group, pack_groups, unpack_groups
+from headrace.comm.messages import Browse, Consume, Key, Message, Pull, Pulled, Release
+from headrace.comm.schema import ExchangeError, Schema
+from headrace.comm.store import TRAIN, GroupStore
 from headrace.comm.transport import Buffer, Received, Transport
 
+EAGER_BYTES = 1 << 13
+"""Columns smaller than this travel in the header: a copy costs less than a message of their own."""
 
-class StoreStatistics(NamedTuple):
-    """What a store holds, and has held."""
-
-    groups: int
-    samples: int
-    bytes: int
-    """Of the columns of the groups held now."""
-    peak_bytes: int
+Groups = dict[Key, Group[Key]]
+_Packed = tuple[bytes, list[Buffer]]
 
 
-class SampleStore:
-    """The finished groups of one rank. Every method may be called by any thread."""
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """A consumer that waits for groups."""
 
-    def __init__(self) -> None:
-        self.on_put: Callable[[Group], None] = lambda group: None
-        """Called with every group that is put, by the thread that puts it."""
-        self._groups: dict[GroupKey, Group] = {}
-        self._bytes = 0
-        self._peak_bytes = 0
-        self._lock = threading.Lock()
-
-    def put(self, ticket: int, attempt: int, trajectories: Sequence[Trajectory]) -> None:
-        """Keep the samples of one group, copied into contiguous columns.
-
-        Raises:
-            ExchangeError: the group is there already, or a sample doesn't fit the schema or the group.
-        """
-        group = make_group(ticket, attempt, trajectories)
-        with self._lock:
-            if group.key in self._groups:
-                raise ExchangeError(f"Ticket {ticket}, attempt {attempt}, is in the store already.")
-            self._groups[group.key] = group
-            self._bytes += group.nbytes
-            self._peak_bytes = max(self._peak_bytes, self._bytes)
-        self.on_put(group)
-
-    def get(self, keys: Iterable[GroupKey], fields: Sequence[str] | None = None) -> dict[GroupKey, list[Trajectory]]:
-        """The samples of groups; their columns are read-only views. A field that wasn't asked for is empty.
-
-        Raises:
-            ExchangeError: a group isn't here, or there is no such field.
-        """
-        return {group.key: trajectories_of(group) for group in self._select(keys, fields)}
-
-    def pack(self, keys: Iterable[GroupKey], fields: Sequence[str] | None = None) -> tuple[bytes, list[Buffer]]:
-        """The same for the wire: header and buffers, which stay valid after a release.
-
-        Raises:
-            ExchangeError: as `get`.
-        """
-        return pack_groups(self._select(keys, fields))
-
-    def list(self) -> list[GroupKey]:
-        """The groups held, in the order in which they were put."""
-        with self._lock:
-            return [*self._groups]
-
-    def release(self, keys: Iterable[GroupKey]) -> None:
-        """Forget groups. Those that aren't here are passed over: a release may come twice, or for a lost attempt."""
-        with self._lock:
-            for key in keys:
-                group = self._groups.pop(key, None)
-                self._bytes -= group.nbytes if group is not None else 0
-
-    def statistics(self) -> StoreStatistics:
-        with self._lock:
-            samples = sum(len(group.samples) for group in self._groups.values())
-            return StoreStatistics(len(self._groups), samples, self._bytes, self._peak_bytes)
-
-    def _select(self, keys: Iterable[GroupKey], fields: Sequence[str] | None) -> Sequence[Group]:
-        wanted = [*dict.fromkeys(keys)]
-        with self._lock:
-            missing = [key for key in wanted if key not in self._groups]
-            groups = [self._groups[key] for key in wanted if key in self._groups]
-        if missing:
-            names = ", ".join(f"ticket {ticket} attempt {attempt}" for ticket, attempt in missing)
-            raise ExchangeError(f"Not in the store (never put, or released already): {names}.")
-        return [select(group, fields) for group in groups]
+    source: int
+    consume: Consume
+    until: float
+    """By the courier's clock."""
 
 
 class ExchangeOwner:
     """The service that hands out a store's groups."""
 
-    handles: ClassVar[tuple[type[Message], ...]] = (Pull, Release)
+    handles: ClassVar[tuple[type[Message], ...]] = (Pull, Consume, Browse, Release)
 
-    def __init__(self, transport: Transport, store: SampleStore) -> None:
+    def __init__(self, transport: Transport, store: GroupStore[Any]) -> None:
         self._transport = transport
         self._store = store
+        self._parked: list[_Parked] = []
+        """The one that came first gets the next group."""
 
     def receive(self, received: Received, now: float) -> None:
         match received.message:
             case Pull() as pull:
                 self._answer(received.source, pull)
-            case Release(tickets):
-                self._store.release(tickets)
+            case Consume() as consume:
+                self._parked.append(_Parked(received.source, consume, now + consume.patience_s))
+            case Browse() as browse:
+                self._reply(received.source, browse, lambda: self._names(browse.partition))
+            case Release(keys):
+                self._store.release(keys)
 
     def tick(self, now: float) -> None:
-        """Nothing happens by itself."""
+        """Answer the consumers for which there are groups by now, or that wait no longer."""
+        if self._parked:
+            self._parked = [parked for parked in self._parked if not self._serve(parked, now)]
 
     def _answer(self, consumer: int, pull: Pull) -> None:
-        """Send the groups, or say what is wrong: the consumer's mistake mustn't end the owner."""
-        try:
-            header, buffers = self._store.pack(pull.tickets, pull.fields)
-        except ExchangeError as error:
-            self._transport.send(consumer, Pulled(pull.request, b"", str(error)))
+        self._reply(consumer, pull, lambda: self._store.pack(pull.keys, pull.fields, pull.rows, EAGER_BYTES))
+
+    def _serve(self, parked: _Parked, now: float) -> bool:
+        """Whether the consumer has its answer."""
+        consume = parked.consume
+
+        def found() -> _Packed | None:
+            groups = self._store.consume(
+                consume.consumer, consume.count, consume.fields, consume.partition, consume.after
+            )
+            if not groups and now < parked.until:
+                return None
+            return pack_groups(self._store.schema, groups.values(), EAGER_BYTES)
+
+        return self._reply(parked.source, consume, found)
+
+    def _names(self, partition: str | None) -> _Packed:
+        """The keys, on groups that are empty."""
+        return pack_groups(self._store.schema, [Group(key, 0, {}, {}) for key in self._store.list(partition)])
+
+    def _reply(self, consumer: int, question: Pull | Consume | Browse, pack: Callable[[], _Packed | None]) -> bool:
+        """Send what `pack` gives, unless that is None, or say what is wrong: the consumer's mistake mustn't end the
+        owner. Returns whether anything was sent."""
+        schema = self._store.schema
+        buffers: list[Buffer] = []
+        if question.schema != schema.fingerprint:
+            answer = Pulled(question.request, b"", schema=schema.encode())
         else:
-            self._transport.send(consumer, Pulled(pull.request, header), buffers)
+            try:
+                packed = pack()
+            except ExchangeError as error:
+                answer = Pulled(question.request, b"", str(error))
+            else:
+                if packed is None:
+                    return False
+                header, buffers = packed
+                answer = Pulled(question.request, header)
+        self._transport.send(consumer, answer, buffers)
+        return True
 
 
 @dataclass(slots=True)
 class _Request:
-    """A pull and, once it has come, its answer."""
+    """A question and, once it has come, its answer."""
 
     owner: int
-    keys: list[GroupKey]
-    fields: list[str] | None
+    message: Pull | Consume | Browse
     sent: float | None = None
     """When, by the courier's clock; None while it is queued."""
-    answer: dict[GroupKey, list[Trajectory]] | ExchangeError | None = None
+    answer: Groups | ExchangeError | None = None
+
+    @property
+    def keys(self) -> Sequence[Any]:
+        return self.message.keys if isinstance(self.message, Pull) else []
 
 
 class Waiting(NamedTuple):
-    """A pull that the owner hasn't answered."""
+    """A request that the owner hasn't answered."""
 
     owner: int
-    keys: list[GroupKey]
+    keys: Sequence[Any]
+    """Of a pull; those of other requests aren't known."""
     since: float
     """When it was sent, by the courier's clock."""
 
 
 class ExchangeConsumer:
-    """The service that pulls groups. `pull`, `take`, `cancel` and `waiting` may be called by any thread."""
+    """The service that pulls groups. Every method but `receive` and `tick` may be called by any thread."""
 
     handles: ClassVar[tuple[type[Message], ...]] = (Pulled,)
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, schema: Schema) -> None:
         self._transport = transport
+        self._schema = schema
         self._requests: dict[int, _Request] = {}
-        self._queued: list[int] = []
+        self._outbox: list[tuple[int, int | Release]] = []
+        """Owner, and the number of a request or a release; in order."""
         self._next = 0
         self._lock = threading.Lock()
 
-    def pull(self, owner: int, keys: Iterable[GroupKey], fields: Sequence[str] | None = None) -> int:
-        """Ask a rank for groups (at the next tick); returns the number under which to take them."""
-        request = _Request(owner, [*dict.fromkeys(keys)], None if fields is None else [*fields])
-        with self._lock:
-            number = self._next
-            self._next += 1
-            self._requests[number] = request
-            self._queued.append(number)
-        return number
+    def pull(
+        self,
+        owner: int,
+        keys: Iterable[Key],
+        fields: Sequence[str] | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> int:
+        """Ask a rank for groups (at the next tick); returns the number under which to take them.
 
-    def take(self, number: int) -> dict[GroupKey, list[Trajectory]] | None:
+        Args:
+            owner: the rank.
+            keys: of the groups.
+            fields: only these travel; None: all.
+            rows: only these samples of each group, by their places; None: all.
+        """
+        wanted, places = _list(fields), _list(rows)
+        return self._ask(
+            owner, lambda number: Pull(number, [*dict.fromkeys(keys)], self._schema.fingerprint, wanted, places)
+        )
+
+    def consume(
+        self,
+        owner: int,
+        consumer: str,
+        count: int,
+        fields: Sequence[str] | None = None,
+        partition: str = TRAIN,
+        after: str | None = None,
+        patience_s: float = 0.0,
+    ) -> int:
+        """Ask a rank for the oldest groups that nobody has had under a name; returns the number as `pull` does.
+
+        Args:
+            owner: the rank.
+            consumer: the name.
+            count: most groups.
+            fields: only these travel; None: all.
+            partition: of the groups.
+            after: only groups that were had under this other name.
+            patience_s: how long the owner waits for a group, in seconds, before it answers that there is none.
+        """
+        fingerprint, wanted = self._schema.fingerprint, _list(fields)
+        return self._ask(
+            owner, lambda number: Consume(number, consumer, count, partition, fingerprint, wanted, after, patience_s)
+        )
+
+    def browse(self, owner: int, partition: str | None = None) -> int:
+        """Ask a rank for the keys of its groups, which come on empty groups. Returns the number as `pull` does."""
+        return self._ask(owner, lambda number: Browse(number, self._schema.fingerprint, partition))
+
+    def release(self, owner: int, keys: Iterable[Key]) -> None:
+        """Tell a rank (at the next tick) to forget groups."""
+        with self._lock:
+            self._outbox.append((owner, Release([*keys])))
+
+    def take(self, number: int) -> Groups | None:
         """The groups of a request, once: None while they haven't come. Their columns are views of what arrived.
 
         Raises:
@@ -221,31 +242,71 @@ class ExchangeConsumer:
                 with self._lock:
                     request = self._requests.get(number)
                     if request is not None:
-                        request.answer = _read(received.source, request, pulled, received.buffers)
+                        request.answer = self._read(request, received, pulled)
 
     def tick(self, now: float) -> None:
         """Send what was queued: only the courier may use the transport."""
+        if not self._outbox:
+            return
         with self._lock:
-            queued = [(number, self._requests[number]) for number in self._queued if number in self._requests]
-            self._queued.clear()
-            for _, request in queued:
-                request.sent = now
-        for number, request in queued:
-            self._transport.send(request.owner, Pull(number, request.keys, request.fields))
+            outbox, self._outbox = self._outbox, []
+            ready = [(owner, self._stamped(item, now)) for owner, item in outbox]
+        for owner, message in ready:
+            if message is not None:
+                self._transport.send(owner, message)
+
+    def _ask(self, owner: int, message: Callable[[int], Pull | Consume | Browse]) -> int:
+        with self._lock:
+            number = self._next
+            self._next += 1
+            self._requests[number] = _Request(owner, message(number))
+            self._outbox.append((owner, number))
+        return number
+
+    def _stamped(self, item: int | Release, now: float) -> Message | None:
+        """The message to send; None for a request that was cancelled."""
+        if isinstance(item, Release):
+            return item
+        request = self._requests.get(item)
+        if request is None:
+            return None
+        request.sent = now
+        return request.message
+
+    def _read(self, request: _Request, received: Received, pulled: Pulled) -> Groups | ExchangeError:
+        """What `take` will return or raise."""
+        try:
+            if received.source != request.owner:
+                raise ExchangeError(f"rank {received.source} answered for rank {request.owner}.")
+            if pulled.schema:
+                raise ExchangeError(
+                    f"its schema is another than this rank's: {self._schema.difference(pulled.schema)}. "
+                    "All ranks must make their exchange with the same schema."
+                )
+            if pulled.error is not None:
+                raise ExchangeError(pulled.error)
+            groups = unpack_groups(self._schema, pulled.header, received.buffers)
+            self._check(request.message, groups)
+        except ExchangeError as error:
+            return ExchangeError(f"Pulling samples from rank {request.owner} failed: {error}")
+        return groups
+
+    def _check(self, question: Pull | Consume | Browse, groups: Groups) -> None:
+        """Make sure that the answer is what was asked for."""
+        if isinstance(question, Pull) and set(groups) != set(question.keys):
+            asked = self._schema.names(question.keys)
+            raise ExchangeError(f"The answer holds {self._schema.names(groups) or 'nothing'}, asked for: {asked}.")
+        fields = set() if isinstance(question, Browse) else set(self._schema.check_fields(question.fields))
+        for group in groups.values():
+            if group.fields != fields:
+                raise ExchangeError(
+                    f"{self._schema.name(group.key)} came with the fields {', '.join(sorted(group.fields)) or 'none'}, "
+                    f"asked for: {', '.join(sorted(fields)) or 'none'}."
+                )
 
 
-def _read(
-    source: int, request: _Request, pulled: Pulled, buffers: Sequence[Buffer]
-) -> dict[GroupKey, list[Trajectory]] | ExchangeError:
-    """What `take` will return or raise."""
-    try:
-        if source != request.owner:
-            raise ExchangeError(f"rank {source} answered for rank {request.owner}.")
-        if pulled.error is not None:
-            raise ExchangeError(pulled.error)
-        groups = unpack_groups(pulled.header, buffers)
-        if set(groups) != set(request.keys):
-            raise ExchangeError(f"The answer holds the groups {sorted(groups)}, asked for were {sorted(request.keys)}.")
-    except ExchangeError as error:
-        return ExchangeError(f"Pulling samples from rank {request.owner} failed: {error}")
-    return groups
+_T = TypeVar("_T")
+
+
+def _list(values: Iterable[_T] | None) -> list[_T] | None:
+    return None if values is None else [*values]

@@ -14,9 +14,11 @@
     any       ── Silence(rank, over) ───────────▶ trainers           a generator is taken for lost, or is back
     ledger    ── RoundPart(...) ────────────────▶ ledger             one hop of an all-gather among the ledgers
     ledger    ── Progress(round, standing) ─────▶ ledger             to the watcher, who begins that round in time
-    trainer   ── Pull(tickets) ─────────────────▶ generator          the data of finished groups
-    trainer   ◀─ Pulled(...) + buffers ────────── generator
-    trainer   ── Release(tickets) ──────────────▶ generator          trained and covered, or superseded: forget them
+    trainer   ── Pull(keys, fields) ────────────▶ generator          the data of finished groups
+    consumer  ── Consume(consumer, count) ──────▶ owner              groups that this consumer hasn't had
+    consumer  ── Browse(partition) ─────────────▶ owner              which groups are there?
+    trainer   ◀─ Pulled(...) + buffers ────────── generator          the answer to each of these
+    trainer   ── Release(keys) ─────────────────▶ generator          trained and covered, or superseded: forget them
     trainer   ── WeightsReady(version, ...) ────▶ generator          a version is whole, or (collective): meet
     generator ── WeightsPull(version, bucket) ──▶ trainer            that bucket please, or (collective): I have joined
     generator ◀─ WeightsPart(...) + buffer ─────── trainer
@@ -31,7 +33,7 @@
     generator ── Evaluating(...) ───────────────▶ trainers           still at it
     generator ── EvalResult(...) ───────────────▶ trainer 0
     trainer 0 ── Stop(stage) ───────────────────▶ all                the cascade at the end, see `ranks.shutdown`
-    generator ── Bye(stage) ────────────────────▶ trainer 0
+    generator ── Bye(stage) ────────────────────▶ trainer 0          (an exchange alone: all ▶ rank 0 ▶ all)
 
 Structs are msgpack arrays tagged by name, checked against their types when decoded; bulk data travels behind them as
 raw buffers. Nothing is ever unpickled. Ranks in messages are ranks of the job's own communicator.
@@ -39,7 +41,12 @@ raw buffers. Nothing is ever unpickled. Ranks in messages are ranks of the job's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+
+Key = int | str | tuple[int, ...]
+"""Names a group of samples; those of trajectories are (ticket, attempt)."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -195,21 +202,54 @@ class Progress(Message, frozen=True):
 
 class Pull(Message, frozen=True):
     request: int
-    tickets: list[tuple[int, int]]
-    """(ticket, attempt)."""
+    keys: Sequence[Key]
+    schema: str
+    """`Schema.fingerprint` of the consumer."""
     fields: list[str] | None = None
+    """None means all."""
+    rows: list[int] | None = None
+    """Which samples of every group, by their places; None means all."""
+
+
+class Consume(Message, frozen=True):
+    """Give me groups that nobody has got under this name."""
+
+    request: int
+    consumer: str
+    """Ranks that use the same name share the groups among them."""
+    count: int
+    """Most groups."""
+    partition: str
+    schema: str
+    fields: list[str] | None = None
+    after: str | None = None
+    """Only groups that were given out under this other name."""
+    patience_s: float = 0.0
+    """How long to wait for a group before the answer holds none."""
+
+
+class Browse(Message, frozen=True):
+    """Which groups do you keep? Answered by groups that are empty."""
+
+    request: int
+    schema: str
+    partition: str | None = None
     """None means all."""
 
 
 class Pulled(Message, frozen=True):
+    """Answer to `Pull`, `Consume` and `Browse`."""
+
     request: int
     header: bytes
-    """Schema and lengths; the columns follow as buffers."""
+    """Keys, lengths, and what is small; the other columns follow as buffers."""
     error: str | None = None
+    schema: bytes = b""
+    """The owner's schema, encoded, where the consumer has another; there is nothing else then."""
 
 
 class Release(Message, frozen=True):
-    tickets: list[tuple[int, int]]
+    keys: Sequence[Key]
 
 
 class WeightsReady(Message, frozen=True):

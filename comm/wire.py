@@ -18,7 +18,7 @@ from headrace.comm.errors import HeadraceError
 from headrace.comm.messages import Message
 from headrace.comm.transport import Buffer
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever a message changes its fields; ranks of different protocols refuse each other."""
 
 

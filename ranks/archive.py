@@ -39,9 +39,10 @@ import msgspec
 import numpy as np
 import xxhash
 
-from headrace.comm.columns import Group, GroupKey, pack_groups, unpack_groups
+from headrace.comm.columns import Group, pack_groups
 from headrace.comm.files import flush
 from headrace.comm.messages import Covered, Message
+from headrace.comm.trajectories import TRAJECTORY, GroupKey, unpack_trajectories
 from headrace.comm.trajectory import Trajectory
 from headrace.comm.transport import Buffer, Received
 
@@ -60,7 +61,7 @@ QUEUE_BYTES = 256 * MIB
 """Most that waits for the disk; what comes then isn't archived."""
 
 SUFFIX, PARTIAL = ".h5", ".writing"
-MAGIC = b"HDRACE01"
+MAGIC = b"HDRACE02"
 TAIL = struct.Struct("<QQ8s")
 """Bytes of the index, their XXH3-64, magic number."""
 
@@ -68,7 +69,7 @@ TAIL = struct.Struct("<QQ8s")
 class Record(NamedTuple):
     """A group to be archived."""
 
-    group: Group
+    group: Group[GroupKey]
     finished: bool
 
 
@@ -131,7 +132,7 @@ def read_segment(path: Path) -> Segment:
     for entry in entries or ():
         parts = [data[start : start + size] for start, size in entry.places]
         if _checksum(entry.ticket, entry.attempt, entry.finished, parts) == entry.xxh3:
-            [(key, trajectories)] = unpack_groups(parts[0].tobytes(), parts[1:]).items()
+            [(key, trajectories)] = unpack_trajectories(parts[0].tobytes(), parts[1:]).items()
             segment.groups.append(Archived(key, entry.finished, launch_of(path), trajectories))
         else:
             name = f"Ticket {entry.ticket}, attempt {entry.attempt}, in {path}"
@@ -178,10 +179,12 @@ def image_of(records: Sequence[Record]) -> bytes:
     index = []
     with h5py.File("segment", "w", driver="core", backing_store=False) as file:
         for (ticket, attempt), group, finished in ((r.group.key, *r) for r in records):
-            header, buffers = pack_groups([group])
+            header, buffers = pack_groups(TRAJECTORY, [group])
             parts = [np.frombuffer(header, np.uint8), *buffers]
             place = file.create_group(f"{ticket:09d}_{attempt}{'' if finished else '_unfinished'}")
-            values = {"header": parts[0]} | {name: column.data for name, column in group.columns.items()}
+            values = {"header": parts[0]} | {
+                name: column.data for name, column in group.columns.items() if not column.scalar
+            }
             datasets = [place.create_dataset(name, data=data).id for name, data in values.items()]
             places = [(dataset.get_offset() or 0, part.nbytes) for dataset, part in zip(datasets, parts, strict=True)]
             index.append(_Entry(ticket, attempt, finished, places, _checksum(ticket, attempt, finished, parts)))
@@ -287,7 +290,7 @@ class ArchiveWriter:
         self._thread = threading.Thread(target=self._run, name="archive", daemon=True)
         self._thread.start()
 
-    def put(self, group: Group, finished: bool = True) -> None:
+    def put(self, group: Group[GroupKey], finished: bool = True) -> None:
         """Archive a group."""
         with self._lock:
             waiting = sum(record.group.nbytes for record in self._waiting)

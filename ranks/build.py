@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headrace.comm.courier import Courier
-from headrace.comm.exchange import SampleStore
 from headrace.comm.messages import Salvaged
+from headrace.comm.trajectories import TrajectoryStore
 from headrace.comm.weights import Publisher, Subscriber
 from headrace.comm.weights_mpi import MpiPublisher
 from headrace.comm.weights_pull import MpiSubscriber
@@ -209,10 +209,10 @@ def build_generator(rank: Rank, data: Data, links: Links) -> Parts:
     return Parts(generator.courier, generator.wait, main)
 
 
-def _open_archive(rank: Rank) -> tuple[SampleStore, list[Archived], ArchiveWriter | None]:
+def _open_archive(rank: Rank) -> tuple[TrajectoryStore, list[Archived], ArchiveWriter | None]:
     """The finished and unfinished groups of this generator's share of the archive, of which it tells trainer 0, and
     what writes its own."""
-    store, config = SampleStore(), rank.config
+    store, config = TrajectoryStore(), rank.config
     if not config.checkpoint.archive:
         return store, [], None
     shares = len(rank.roles.generators)

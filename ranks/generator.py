@@ -7,7 +7,7 @@
                                                    engine.step() → chunks, each token labelled with its version
                                                    finished response → reward process → reward
     Ask, Started, Finished, Failed, Returned ◀ post  report to the ledger of the ticket
-    Pull ──▶ SampleStore (comm.exchange) ◀──────── put the finished group
+    Pull ──▶ TrajectoryStore (comm.exchange) ◀──── put the finished group
     WeightsReady … WeightsPart ──▶ subscriber ───▶ between two engine steps: take() → engine.load_weights
     Stop(1) ─────────────────────────────────────▶ drop what runs, take in the last version, evaluate, say Bye
 
@@ -29,7 +29,6 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import ClassVar
 
 from headrace.comm.courier import Courier
-from headrace.comm.exchange import SampleStore
 from headrace.comm.messages import (
     Ask,
     Cut,
@@ -46,6 +45,7 @@ from headrace.comm.messages import (
     Stop,
     TicketGrant,
 )
+from headrace.comm.trajectories import TrajectoryStore
 from headrace.comm.trajectory import Trajectory, Unit
 from headrace.comm.transport import Received, Transport
 from headrace.comm.weights import Subscriber
@@ -95,7 +95,7 @@ class GeneratorLoop:
         desk: GeneratorDesk,
         engine: Engine,
         subscriber: Subscriber,
-        store: SampleStore,
+        store: TrajectoryStore,
         tasks: TaskSource,
         scorer: Scorer,
         params: SamplingParams,

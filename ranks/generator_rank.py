@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-from headrace.comm.columns import make_group
-from headrace.comm.exchange import ExchangeOwner, SampleStore
+from headrace.comm.exchange import ExchangeOwner
 from headrace.comm.messages import EvalResult, Evaluating
 from headrace.comm.service import Service
+from headrace.comm.trajectories import TrajectoryStore, make_group
 from headrace.comm.weights import Subscriber
 from headrace.ranks.archive import Archived, ArchiveWriter
 from headrace.ranks.config import JobConfig
@@ -38,7 +38,7 @@ class GeneratorRank:
         self,
         rank: Rank,
         subscriber: Subscriber,
-        store: SampleStore,
+        store: TrajectoryStore,
         unfinished: Iterable[Archived],
         archive: ArchiveWriter | None,
     ) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from headrace.comm.courier import Courier
 from headrace.comm.exchange import ExchangeConsumer
 from headrace.comm.messages import Release
+from headrace.comm.trajectories import trajectories_by_key
 from headrace.comm.trajectory import Trajectory
 from headrace.ranks.heartbeat import MainState
 from headrace.ranks.learner import Learner
@@ -73,7 +74,7 @@ class Replay:
             for request in list(requests):
                 groups = self._consumer.take(request)
                 if groups is not None:
-                    data.update(groups)
+                    data.update(trajectories_by_key(groups))
                     del requests[request]
             return not requests
 

@@ -37,6 +37,7 @@ from headrace.comm.messages import (
     StepReport,
     Stop,
 )
+from headrace.comm.trajectories import trajectories_by_key
 from headrace.comm.trajectory import Trajectory
 from headrace.comm.transport import Received, Transport
 from headrace.comm.weights import Publisher
@@ -143,7 +144,7 @@ class TrainerDesk:
         for request in list(self._requests):
             data = self._consumer.take(request)
             if data is not None:
-                self._data |= data
+                self._data |= trajectories_by_key(data)
                 del self._requests[request]
         return not self._requests
 

@@ -12,6 +12,7 @@ from typing import Any
 from headrace.comm.exchange import ExchangeConsumer
 from headrace.comm.messages import StepReport
 from headrace.comm.service import Service
+from headrace.comm.trajectories import TRAJECTORY
 from headrace.comm.weights import Publisher
 from headrace.ranks.evaluation import EvaluationFile, summed_up
 from headrace.ranks.failed_groups import FailedGroups, failure_limit
@@ -51,7 +52,7 @@ class TrainerRank:
         generators = list(roles.generators)
         self._node = LedgerNode(spec, rank.index, list(roles.trainers), generators, transport.send, restored.ledger)
         failed = FailedGroups(self._node, failure_limit(spec, len(roles.trainers)))
-        self._consumer = consumer = ExchangeConsumer(transport)
+        self._consumer = consumer = ExchangeConsumer(transport, TRAJECTORY)
         self._desk = TrainerDesk(transport, self._node, consumer, failed, rank.index)
         self._leader = self._make_leader() if rank.index == 0 else None
         services: list[Service] = [failed, self._node, consumer, self._desk, publisher]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -39,9 +40,12 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return PLAIN[hint]
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return st.builds(hint, **{field.name: values(field.type) for field in msgspec.structs.fields(hint)})
-    inner = [values(argument) for argument in typing.get_args(hint)]
+    *arguments, last = typing.get_args(hint)
+    if last is Ellipsis:
+        return st.lists(values(*arguments), max_size=4).map(tuple)
+    inner = [values(argument) for argument in (*arguments, last)]
     match typing.get_origin(hint):
-        case builtin if builtin is list:
+        case builtin if builtin in (list, Sequence):
             return st.lists(*inner, max_size=4)
         case builtin if builtin is tuple:
             return st.tuples(*inner)
@@ -104,7 +108,7 @@ def test_another_protocol_is_refused() -> None:
 
 
 def test_a_field_of_another_type_is_refused() -> None:
-    frame = bytes((wire.PROTOCOL,)) + msgspec.msgpack.encode([[], ["Pull", "one", [], None]])
+    frame = bytes((wire.PROTOCOL,)) + msgspec.msgpack.encode([[], ["Pull", "one", [], "", None]])
     with pytest.raises(HeadraceError, match="Expected `int`, got `str`"):
         wire.decode(frame, source=3)
 

@@ -10,7 +10,7 @@ import pytest
 from jobs import archived, check_books, latency_config, metrics_of, run_job, start_job, trained
 from tiny import await_steps, kill_after
 
-from headrace.comm.columns import COLUMN_DTYPES
+from headrace.comm.trajectories import COLUMN_DTYPES
 from headrace.ranks.archive import read_segment, read_share
 from headrace.ranks.journal import read_journal
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.comm.columns import Group, make_group
+from headrace.comm.columns import Group
+from headrace.comm.trajectories import GroupKey, make_group
 from headrace.comm.trajectory import Trajectory, Unit
 from headrace.ranks.archive import ArchiveFiles, ArchiveWriter, Record
 
 
-def group(ticket: int, attempt: int = 0, samples: int = 2, tokens: int = 50) -> Group:
+def group(ticket: int, attempt: int = 0, samples: int = 2, tokens: int = 50) -> Group[GroupKey]:
     """A group whose contents follow from its ticket."""
     rng = np.random.default_rng(ticket)
     return make_group(

@@ -14,7 +14,7 @@ from archive_program import group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.comm.columns import COLUMN_DTYPES, Group, make_group, trajectories_of
+from headrace.comm.trajectories import COLUMN_DTYPES, make_group, trajectories_of
 from headrace.comm.trajectory import Trajectory, Unit
 from headrace.ranks import archive
 from headrace.ranks.archive import ArchiveFiles, ArchiveWriter, Record, image_of, launches_in, read_segment, read_share
@@ -208,7 +208,7 @@ def test_what_is_put_is_written_by_the_thread_and_what_is_too_much_for_the_disk_
     monkeypatch.setattr(archive, "SHORTEST_PAUSE_S", 0.001)
     monkeypatch.setattr(archive, "QUEUE_BYTES", 2.5 * group(0).nbytes)
     files = ArchiveFiles(tmp_path / "archive", 0, 1)
-    waits = Group((9, 0), [], {})
+    waits = make_group(9, 0, [])
     add = files.add
 
     def slow(records: list[Record]) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from headrace.comm.courier import Courier
-from headrace.comm.exchange import SampleStore
 from headrace.comm.messages import (
     Ask,
     Cut,
@@ -23,6 +22,7 @@ from headrace.comm.messages import (
     TicketGrant,
 )
 from headrace.comm.simulated import SimulatedNetwork
+from headrace.comm.trajectories import TrajectoryStore
 from headrace.comm.weights import Version
 from headrace.ranks.config import RanksConfig
 from headrace.ranks.generator import GeneratorDesk, GeneratorLoop
@@ -132,7 +132,7 @@ class Bench:
         desk = GeneratorDesk(transport, roles)
         self.courier = Courier(transport, [desk], lambda error: None)
         self.engine, self.subscriber = Engine(slots, lengths or {}, delay), Subscriber()
-        self.store, self.scorer = SampleStore(), Scorer()
+        self.store, self.scorer = TrajectoryStore(), Scorer()
         self.loop = GeneratorLoop(
             rank=1,
             roles=roles,

@@ -12,9 +12,9 @@ from archive_program import group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.comm.columns import trajectories_of
 from headrace.comm.messages import HeldGroup, SampleMeta, StepReport, TicketGrant
 from headrace.comm.simulated import SimulatedNetwork
+from headrace.comm.trajectories import trajectories_of
 from headrace.comm.trajectory import Trajectory, Unit
 from headrace.ranks import forming
 from headrace.ranks.archive import Archived

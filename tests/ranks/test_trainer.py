@@ -6,8 +6,9 @@ from collections import deque
 
 import numpy as np
 
-from headrace.comm.exchange import ExchangeConsumer, ExchangeOwner, SampleStore
+from headrace.comm.exchange import ExchangeConsumer, ExchangeOwner
 from headrace.comm.simulated import SimulatedNetwork
+from headrace.comm.trajectories import TRAJECTORY, TrajectoryStore
 from headrace.comm.trajectory import Trajectory, Unit
 from headrace.ranks.failed_groups import FailedGroups
 from headrace.ranks.tickets import FormedGroup, FormedStep
@@ -29,7 +30,7 @@ def trajectory(ticket, sample, versions, prompt=2):
 
 
 def test_tokens_older_than_the_bound_leave_the_loss_and_nothing_else_changes():
-    store = SampleStore()
+    store = TrajectoryStore()
     store.put(0, 0, [trajectory(0, 0, [3, 3, 4, 6]), trajectory(0, 1, [1])])
     (group,) = store.get([(0, 0)]).values()
     (masked,) = mask_older([group], 4)
@@ -66,9 +67,9 @@ class Bench:
     def __init__(self):
         network = SimulatedNetwork(3)
         self.transport, self.node, self.awake = network.transport(0), Node(), {1, 2}
-        self.consumer = ExchangeConsumer(self.transport)
+        self.consumer = ExchangeConsumer(self.transport, TRAJECTORY)
         self.desk = TrainerDesk(self.transport, self.node, self.consumer, FailedGroups(self.node, 8), 0)
-        self.stores = {rank: SampleStore() for rank in (1, 2)}
+        self.stores = {rank: TrajectoryStore() for rank in (1, 2)}
         self.owners = {
             rank: (network.transport(rank), ExchangeOwner(network.transport(rank), self.stores[rank]))
             for rank in (1, 2)

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import numpy as np
 from mpi4py import MPI
 
-from headrace.comm.columns import ExchangeError
-from headrace.comm.exchange import ExchangeConsumer, ExchangeOwner, SampleStore
+from headrace.comm.exchange import ExchangeConsumer, ExchangeOwner
 from headrace.comm.messages import Bye, Pulled, Release
 from headrace.comm.mpi import MpiTransport
+from headrace.comm.schema import ExchangeError
+from headrace.comm.trajectories import TRAJECTORY, TrajectoryStore, needed, trajectories_of
 from headrace.comm.trajectory import Trajectory, Unit
 
 GROUPS, SAMPLES = 5, 8
@@ -37,7 +38,7 @@ def group(owner: int, ticket: int) -> list[Trajectory]:
 
 def own(transport: MpiTransport, consumer: int) -> None:
     """Answer pulls until everything has been released."""
-    store = SampleStore()
+    store = TrajectoryStore()
     service = ExchangeOwner(transport, store)
     for ticket in range(GROUPS):
         store.put(ticket, transport.rank, group(transport.rank, ticket))
@@ -53,10 +54,10 @@ def own(transport: MpiTransport, consumer: int) -> None:
 
 def consume(transport: MpiTransport) -> None:
     """Pull every group twice, whole and its tokens alone, and one that doesn't exist; then release all."""
-    service = ExchangeConsumer(transport)
+    service = ExchangeConsumer(transport, TRAJECTORY)
     owners = range(transport.rank)
     requests = {
-        service.pull(owner, [(ticket, owner)], fields): (owner, ticket, fields)
+        service.pull(owner, [(ticket, owner)], needed(fields)): (owner, ticket, fields)
         for owner in owners
         for ticket in range(GROUPS)
         for fields in (None, ["tokens"])
@@ -94,7 +95,7 @@ def poll_until(transport: MpiTransport, service: ExchangeConsumer, done: Callabl
 def check(service: ExchangeConsumer, number: int, owner: int, ticket: int, fields: list[str] | None) -> None:
     answer = service.take(number)
     assert answer is not None
-    for got, put in zip(answer[ticket, owner], group(owner, ticket), strict=True):
+    for got, put in zip(trajectories_of(answer[ticket, owner]), group(owner, ticket), strict=True):
         assert got.unit == put.unit
         assert got.reward == put.reward
         assert np.array_equal(got.tokens, put.tokens)
