@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import Self
 
 
 class Section(BaseModel):
@@ -19,10 +20,15 @@ class WeightsConfig(Section):
     transport: Literal["auto", "mpi", "collective"] = "auto"
     """`mpi`: host-staged, in the background, from a snapshot; a generator takes in the newest whole version when it
     is ready. `collective`: bucketed broadcast on a device group (HCCL, NCCL or gloo) at which all generators meet.
-    `auto`: `collective` on accelerators, `mpi` on CPU."""
+    `auto`: `collective` on accelerators, `mpi` on CPU and with `encoding: delta`."""
 
     dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"
     """Number format on the wire. `model`: the dtype of `model.dtype`."""
+
+    encoding: Literal["full", "delta"] = "full"
+    """`full`: all bytes of every version. `delta`: where a generator has the version before, only what has changed
+    since, bit for bit; in bfloat16 most weights stay what they are in a small step. Whether that is sooner done is
+    measured, and all bytes are sent where it isn't. Transport `mpi` only; a trainer keeps a version more."""
 
     verify: bool = False
     """Check every load by checksum (xxh3 of every tensor, as sent and as received)."""
@@ -32,3 +38,9 @@ class WeightsConfig(Section):
 
     bucket_mb: int = Field(64, ge=1, le=1024)
     """Size of one message or broadcast, in MiB. Larger tensors are split over several."""
+
+    @model_validator(mode="after")
+    def _a_broadcast_has_no_delta(self) -> Self:
+        if self.encoding == "delta" and self.transport == "collective":
+            raise ValueError("weights.encoding: delta needs weights.transport: mpi; a broadcast sends all bytes")
+        return self

@@ -266,10 +266,13 @@ class WeightsPull(Message, frozen=True):
     version: int
     bucket: int
     """Index of the bucket in the sender's share; 0 in a collective."""
+    base: int = -1
+    """The version of which I have all bytes, so that what has changed since is enough; -1: none."""
 
 
 class WeightsPart(Message, frozen=True):
-    """One bucket; its bytes travel behind it as one buffer, or as none when there are no bytes."""
+    """One bucket; its bytes travel behind it as one buffer, or as none when there are no bytes, or as the two buffers
+    of `comm.delta`: what has changed."""
 
     version: int
     bucket: int
@@ -277,6 +280,10 @@ class WeightsPart(Message, frozen=True):
     """How many the share has, at least 1; 0 when the sender no longer holds the version."""
     manifest: bytes | None
     """With bucket 0: an encoded `weights.Manifest` (names, dtypes, shapes, checksums of the sender's share)."""
+    nbytes: int = 0
+    """Length of the bucket, whatever travels."""
+    base: int = -1
+    """The version since which the buffers tell the changes; -1: they are the bytes themselves."""
 
 
 class WeightsTaken(Message, frozen=True):

@@ -8,6 +8,9 @@
                         ◀───────────────── WeightsTaken(v)  last byte is here             take() ─▶ Version
                         snapshot no longer pinned       all shares whole: ready ─────────▶  engine loads, release()
 
+    With `delta` a generator says with `WeightsPull` which version it has. If the trainer still has that one, and if it
+    is sooner done so, the bytes of a part are what has changed since.
+
     a snapshot:         free → being filled → newest → (pinned by generators that pull it) → free
     a staging buffer:   free → filling → ready → held by the main thread → free
                                └─ a trainer no longer had the version ─▶ free      └─ or: a newer one is ready ─▶ free
@@ -28,9 +31,11 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from headrace.comm import delta
+from headrace.comm.delta import Cheaper
 from headrace.comm.errors import WaitLimitError
 from headrace.comm.messages import Message, WeightsPart, WeightsPull, WeightsReady, WeightsTaken
-from headrace.comm.transport import Received, Transport
+from headrace.comm.transport import Buffer, Received, Transport
 from headrace.comm.weights import Manifest, Share, Slab, WeightTensor, pack
 
 SNAPSHOTS = 3
@@ -51,6 +56,16 @@ class _Snapshot:
     manifest: bytes = b""
     pulled_by: dict[int, int] = field(default_factory=dict)
     """Generator rank → the bucket it asked for last. Whoever is in here pins the snapshot."""
+    compared_by: dict[int, int] = field(default_factory=dict)
+    """The same for those that are told what has changed since this version."""
+    by_changes: bool = False
+    """Told by its changes, where the generator has a version that is here."""
+    changes: dict[tuple[int, int], tuple[Buffer, ...]] = field(default_factory=dict)
+    """(older version, bucket) → gaps and values; none where these are longer than the bucket."""
+
+    @property
+    def pinned(self) -> bool:
+        return bool(self.pulled_by or self.compared_by)
 
 
 class MpiPublisher:
@@ -61,17 +76,28 @@ class MpiPublisher:
         bucket_bytes: longest message.
         verify: send checksums along.
         wait_limit_s: longest wait of `publish` for a snapshot, in seconds.
+        cheaper: decides between changes and all bytes; None always sends all.
     """
 
     handles: ClassVar[tuple[type[Message], ...]] = (WeightsPull, WeightsTaken)
 
     def __init__(
-        self, transport: Transport, generators: Sequence[int], bucket_bytes: int, verify: bool, wait_limit_s: float
+        self,
+        transport: Transport,
+        generators: Sequence[int],
+        bucket_bytes: int,
+        verify: bool,
+        wait_limit_s: float,
+        cheaper: Cheaper | None = None,
     ) -> None:
         self._transport = transport
         self._generators = tuple(generators)
         self._bucket_bytes = bucket_bytes
         self._verify = verify
+        self._cheaper = cheaper
+        self._most = SNAPSHOTS + (cheaper is not None)  # the version that another one is compared with
+        self._pulls: dict[int, tuple[float, bool]] = {}
+        """Generator → when it began to pull, and whether it is told changes."""
         self._wait_limit_s = wait_limit_s
         self._announced = -1
         # Shared by the two threads:
@@ -88,22 +114,21 @@ class MpiPublisher:
         manifest = msgspec.msgpack.encode(share.manifest)
         with self._changed:
             snapshot.share, snapshot.manifest, snapshot.version = share, manifest, version
+            snapshot.by_changes, snapshot.changes = self._cheaper is not None and self._cheaper.choose(), {}
             self._newest = version
 
     def receive(self, received: Received, now: float) -> None:
         match received.message:
-            case WeightsPull(version=version, bucket=bucket):
-                self._serve(received.source, version, bucket)
+            case WeightsPull() as pull:
+                self._serve(received.source, pull, now)
             case WeightsTaken(version=version):
-                self._unpin(received.source, version)
+                self._end_pull(received.source, version, now)
 
     def drop(self, generator: int) -> None:
         """The generator has died: nothing is sent to it, no snapshot is kept for it. Called by the courier."""
         self._generators = tuple(each for each in self._generators if each != generator)
         with self._changed:
-            for snapshot in self._snapshots:
-                snapshot.pulled_by.pop(generator, None)
-            self._changed.notify_all()
+            self._unpin(generator)
 
     def tick(self, now: float) -> None:
         with self._changed:
@@ -128,39 +153,72 @@ class MpiPublisher:
 
     def _free(self) -> list[_Snapshot]:
         """Snapshots that may be overwritten. Never the newest: there must always be one to pull."""
-        return [s for s in self._snapshots if not s.pulled_by and (s.version < self._newest or s.version == -1)]
+        return [s for s in self._snapshots if not s.pinned and (s.version < self._newest or s.version == -1)]
 
     def _has_room(self) -> bool:
-        return len(self._snapshots) < SNAPSHOTS or bool(self._free())
+        return len(self._snapshots) < self._most or bool(self._free())
 
-    def _serve(self, generator: int, version: int, bucket: int) -> None:
+    def _serve(self, generator: int, pull: WeightsPull, now: float) -> None:
         with self._changed:
-            snapshot = next((s for s in self._snapshots if s.version == version), None)
+            snapshot, base = self._find(pull.version), None
             if snapshot is not None:
-                snapshot.pulled_by[generator] = bucket
+                snapshot.pulled_by[generator] = pull.bucket
+                base = self._find(pull.base) if snapshot.by_changes else None
+            if base is not None:
+                base.compared_by[generator] = pull.bucket
         if snapshot is None:
-            self._transport.send(generator, WeightsPart(version, bucket, buckets=0, manifest=None))
-        else:
-            self._send_bucket(generator, snapshot, bucket)
+            self._transport.send(generator, WeightsPart(pull.version, pull.bucket, buckets=0, manifest=None))
+            return
+        if pull.bucket == 0:
+            self._pulls[generator] = now, base is not None
+        self._send_bucket(generator, snapshot, pull.bucket, base)
 
-    def _send_bucket(self, generator: int, snapshot: _Snapshot, bucket: int) -> None:
+    def _find(self, version: int) -> _Snapshot | None:
+        """The snapshot of a version that is still here. The caller holds the lock."""
+        return next((s for s in self._snapshots if s.version == version >= 0), None)
+
+    def _send_bucket(self, generator: int, snapshot: _Snapshot, bucket: int, base: _Snapshot | None) -> None:
         """Straight from the snapshot: it is pinned until the generator has all of it."""
         data = snapshot.share.data
-        piece = data[bucket * self._bucket_bytes : (bucket + 1) * self._bucket_bytes]
+        piece = self._piece(snapshot, bucket)
+        changes = self._changes(snapshot, bucket, base) if base is not None else ()
         part = WeightsPart(
             version=snapshot.version,
             bucket=bucket,
             buckets=max(1, -(-data.size // self._bucket_bytes)),
             manifest=snapshot.manifest if bucket == 0 else None,
+            nbytes=piece.size,
+            base=base.version if base is not None and changes else -1,
         )
-        self._transport.send(generator, part, [piece] if piece.size else [])
+        self._transport.send(generator, part, changes or ([piece] if piece.size else []))
 
-    def _unpin(self, generator: int, version: int) -> None:
+    def _piece(self, snapshot: _Snapshot, bucket: int) -> Buffer:
+        return snapshot.share.data[bucket * self._bucket_bytes : (bucket + 1) * self._bucket_bytes]
+
+    def _changes(self, snapshot: _Snapshot, bucket: int, base: _Snapshot) -> tuple[Buffer, ...]:
+        """Of a bucket since another version: found once for all generators; none where all bytes are less."""
+        if base.share.manifest.specs != snapshot.share.manifest.specs:
+            return ()
+        key = base.version, bucket
+        if key not in snapshot.changes:
+            snapshot.changes[key] = delta.encode(self._piece(base, bucket), self._piece(snapshot, bucket)) or ()
+        return snapshot.changes[key]
+
+    def _end_pull(self, generator: int, version: int, now: float) -> None:
+        """The generator has the version, or has given it up, as it does when it isn't here any more."""
         with self._changed:
-            for snapshot in self._snapshots:
-                if snapshot.version == version:
-                    snapshot.pulled_by.pop(generator, None)
-            self._changed.notify_all()
+            snapshot = self._find(version)
+            self._unpin(generator)
+            began = self._pulls.pop(generator, None)
+            if began is not None and snapshot is not None and self._cheaper is not None:
+                self._cheaper.took(began[1], snapshot.share.data.size, now - began[0])
+
+    def _unpin(self, generator: int) -> None:
+        """A generator pulls one version at a time. The caller holds the lock."""
+        for snapshot in self._snapshots:
+            snapshot.pulled_by.pop(generator, None)
+            snapshot.compared_by.pop(generator, None)
+        self._changed.notify_all()
 
     def _complaint(self, version: int) -> str:
         holders = ", ".join(
@@ -170,6 +228,6 @@ class MpiPublisher:
         )
         return (
             f"Trainer rank {self._transport.rank} waited {self._wait_limit_s:g} s for a free snapshot to publish "
-            f"version {version} of the weights. All {SNAPSHOTS} are being pulled by these generators: {holders}. "
+            f"version {version} of the weights. All {self._most} are being pulled by these generators: {holders}. "
             "Look at the ends of their logs; if they are only slow, raise run.wait_limit_s."
         )

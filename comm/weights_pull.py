@@ -1,6 +1,7 @@
 """The generator's end of the `mpi` weight transport; the diagram is in `weights_mpi.py`.
 
-Buckets arrive in their place of a staging buffer: nothing is copied here.
+Buckets arrive in their place of a staging buffer: nothing is copied here. With `delta` the buffer that holds the newest
+version is filled, and where a trainer has that version, too, only the changes arrive and are made in place.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from headrace.comm import delta
 from headrace.comm.errors import WaitLimitError
 from headrace.comm.messages import Message, WeightsPart, WeightsPull, WeightsReady, WeightsTaken
 from headrace.comm.transport import Buffer, Received, Transport
@@ -76,6 +78,10 @@ class _Staging:
     """By trainer rank."""
     free: bool = True
     version: int = -1
+    holds: int = -1
+    """The version whose bytes are all in it; -1: none, or a mixture."""
+    base: int = -1
+    """While it is filled: the version that it held."""
     given_up: bool = False
 
 
@@ -86,6 +92,7 @@ class MpiSubscriber:
         trainers: their ranks; each sends a share of every version.
         verify: compare every tensor with its checksum; the trainers must send them.
         wait_limit_s: longest silence of a trainer that owes something, in seconds.
+        delta: ask for the changes since the version held.
 
     Raises (from `receive` and `tick`, in the courier):
         WaitLimitError: a trainer was silent for longer, in the middle of a pull or while the others have announced a
@@ -95,9 +102,12 @@ class MpiSubscriber:
 
     handles: ClassVar[tuple[type[Message], ...]] = (WeightsReady, WeightsPart)
 
-    def __init__(self, transport: Transport, trainers: Sequence[int], verify: bool, wait_limit_s: float) -> None:
+    def __init__(
+        self, transport: Transport, trainers: Sequence[int], verify: bool, wait_limit_s: float, delta: bool = False
+    ) -> None:
         self._transport = transport
         self._verify = verify
+        self._delta = delta
         self._wait_limit_s = wait_limit_s
         self._announced = dict.fromkeys(trainers, -1)
         self._newest = -1
@@ -159,9 +169,10 @@ class MpiSubscriber:
 
     def _reserve(self, version: int) -> _Staging | None:
         with self._lock:
-            staging = next((s for s in self._staging if s.free), None)
+            staging = max((s for s in self._staging if s.free), key=lambda s: s.holds, default=None)
             if staging is not None:
                 staging.free, staging.version, staging.given_up = False, version, False
+                staging.base, staging.holds = staging.holds if self._delta else -1, -1
             return staging
 
     def _take_in(self, trainer: int, part: WeightsPart, buffers: list[Buffer], now: float) -> None:
@@ -181,17 +192,22 @@ class MpiSubscriber:
             self._finish(staging)
 
     def _place(self, trainer: int, part: Message, sizes: list[int]) -> list[Buffer]:
-        """Where a bucket is to arrive: behind those before it."""
+        """Where a bucket is to arrive: behind those before it; changes anywhere."""
         assert isinstance(part, WeightsPart)
         assert self._filling is not None, "a pull ends only when nothing is on its way"
         incoming = self._filling.incoming[trainer]
         if part.manifest is not None:
             incoming.unfold(msgspec.msgpack.decode(part.manifest, type=Manifest), part.buckets)
-        return [incoming.next_place(size) for size in sizes]
+        place = incoming.next_place(part.nbytes)
+        if part.base >= 0:
+            return [np.empty(size, np.uint8) for size in sizes]
+        return [place] if sizes else []
 
     def _count(self, trainer: int, incoming: _Incoming, part: WeightsPart, buffers: list[Buffer]) -> None:
         assert part.bucket == incoming.arrived - 1, "messages of one pair keep their order"
-        incoming.filled += sum(buffer.size for buffer in buffers)
+        if part.base >= 0:
+            delta.apply(incoming.data[incoming.filled : incoming.filled + part.nbytes], *buffers)
+        incoming.filled += part.nbytes
         if self._verify:
             self._check_arrived(trainer, incoming, part.version)
 
@@ -213,7 +229,7 @@ class MpiSubscriber:
 
     def _ask(self, trainer: int, incoming: _Incoming) -> None:
         assert self._filling is not None
-        self._transport.send(trainer, WeightsPull(self._filling.version, incoming.asked))
+        self._transport.send(trainer, WeightsPull(self._filling.version, incoming.asked, self._filling.base))
         incoming.asked += 1
 
     def _finish(self, staging: _Staging) -> None:
@@ -222,6 +238,7 @@ class MpiSubscriber:
         if staging.given_up:
             self._release(staging)
             return
+        staging.holds = staging.version
         tensors = assemble(staging.version, {t: incoming.tensors for t, incoming in staging.incoming.items()})
         with self._lock:
             if self._ready is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headrace.comm.courier import Courier
+from headrace.comm.delta import Cheaper
 from headrace.comm.messages import Salvaged
 from headrace.comm.trajectories import TrajectoryStore
 from headrace.comm.weights import Publisher, Subscriber
@@ -97,7 +98,7 @@ def load_data(config: JobConfig) -> Data:
 
 def uses_collective(config: JobConfig, device: Device | None) -> bool:
     """Which weight transport `auto` stands for."""
-    if config.weights.transport == "auto":
+    if config.weights.transport == "auto" and config.weights.encoding == "full":
         return device is not None and device.kind != "cpu"
     return config.weights.transport == "collective"
 
@@ -137,7 +138,8 @@ def make_publisher(rank: Rank, links: Links) -> Publisher:
     config, roles = rank.config.weights, rank.roles
     bucket, limit = config.bucket_mb * MIB, rank.config.run.wait_limit_s
     if links.everyone is None:
-        publisher = MpiPublisher(rank.transport, roles.generators, bucket, config.verify, limit)
+        cheaper = Cheaper() if config.encoding == "delta" else None
+        publisher = MpiPublisher(rank.transport, roles.generators, bucket, config.verify, limit, cheaper)
         rank.living.on_loss.append(publisher.drop)
         return publisher
     from headrace.comm.weights_collective import CollectivePublisher
@@ -151,7 +153,8 @@ def make_subscriber(rank: Rank, links: Links) -> Subscriber:
     """The generator's end of the weight channel; also a service of its courier."""
     config, roles = rank.config.weights, rank.roles
     if links.everyone is None:
-        return MpiSubscriber(rank.transport, roles.trainers, config.verify, rank.config.run.wait_limit_s)
+        limit, delta = rank.config.run.wait_limit_s, config.encoding == "delta"
+        return MpiSubscriber(rank.transport, roles.trainers, config.verify, limit, delta)
     from headrace.comm.weights_collective import CollectiveSubscriber
 
     return CollectiveSubscriber(rank.transport, _broadcaster(rank, links), roles.trainers, config.verify)

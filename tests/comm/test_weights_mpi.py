@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.comm.delta import Cheaper
 from headrace.comm.errors import HeadraceError, WaitLimitError
 from headrace.comm.messages import WeightsPart, WeightsPull, WeightsReady
 from headrace.comm.simulated import Delay, SimulatedNetwork, SimulatedTransport, no_delay
@@ -50,8 +51,20 @@ class Pump:
         return predicate()
 
 
+class Chance(Cheaper):
+    """Changes or all bytes, by chance."""
+
+    def __init__(self, seed: int, changes: float) -> None:
+        super().__init__()
+        self._rng, self._changes = random.Random(seed), changes
+
+    def choose(self) -> bool:
+        return self._rng.random() < self._changes
+
+
 class World:
-    """Trainers are ranks 0 … T-1, generators follow; `specs[t]` is what trainer t sends."""
+    """Trainers are ranks 0 … T-1, generators follow; `specs[t]` is what trainer t sends. `changes`: in how many
+    versions a trainer tells what has changed, which then is little; None: never, and all changes."""
 
     def __init__(
         self,
@@ -61,23 +74,35 @@ class World:
         verify: bool = True,
         delay: Delay = no_delay,
         limit_s: float = LIMIT_S,
+        changes: float | None = None,
     ) -> None:
-        self.specs = specs
+        self.specs, self.changes = specs, changes
         self.trainers = list(range(len(specs)))
         self.generators = list(range(len(specs), len(specs) + generators))
         self.network = SimulatedNetwork(len(specs) + generators, delay=delay)
         self.transports = [self.network.transport(rank) for rank in range(self.network.size)]
         self.publishers = [
-            MpiPublisher(self.transports[t], self.generators, bucket_bytes, verify, 2 * limit_s) for t in self.trainers
+            MpiPublisher(
+                self.transports[t],
+                self.generators,
+                bucket_bytes,
+                verify,
+                2 * limit_s,
+                None if changes is None else Chance(t, changes),
+            )
+            for t in self.trainers
         ]
         self.pumps = [Pump(self) for _ in self.trainers]
         for publisher, pump in zip(self.publishers, self.pumps, strict=True):
             publisher._changed = pump  # type: ignore[assignment]
         self.subscribers = {
-            g: MpiSubscriber(self.transports[g], self.trainers, verify, limit_s) for g in self.generators
+            g: MpiSubscriber(self.transports[g], self.trainers, verify, limit_s, changes is not None)
+            for g in self.generators
         }
         self.stopped: set[int] = set()
         self.corrupt: Callable[[Received], None] = lambda received: None
+        self.parts: list[WeightsPart] = []
+        """All that have arrived."""
 
     def step(self) -> None:
         """One poll and one tick of every courier."""
@@ -91,6 +116,8 @@ class World:
         for received in transport.poll():
             assert isinstance(received.message, service.handles)
             self.corrupt(received)
+            if isinstance(received.message, WeightsPart):
+                self.parts.append(received.message)
             service.receive(received, self.network.now)
         service.tick(self.network.now)
 
@@ -99,7 +126,18 @@ class World:
             self.step()
 
     def share(self, trainer: int, version: int) -> list[WeightTensor]:
-        rng = np.random.default_rng([trainer, version])
+        if self.changes is None:
+            rng = np.random.default_rng([trainer, version])
+            return [WeightTensor(s, rng.integers(0, 256, s.nbytes, np.uint8)) for s in self.specs[trainer]]
+        data = self.share_of_whole_bytes(trainer)
+        for each in range(1, version + 1):
+            rng = np.random.default_rng([trainer, each])
+            for tensor in data:
+                tensor.data[rng.random(tensor.data.size) < 0.03] ^= 0x5A
+        return data
+
+    def share_of_whole_bytes(self, trainer: int) -> list[WeightTensor]:
+        rng = np.random.default_rng(trainer)
         return [WeightTensor(s, rng.integers(0, 256, s.nbytes, np.uint8)) for s in self.specs[trainer]]
 
     def publish(self, version: int, trainers: Sequence[int] | None = None) -> None:
@@ -138,14 +176,27 @@ def sets_of_tensors(draw: st.DrawFn) -> list[list[TensorSpec]]:
     verify=st.booleans(),
     slowness=st.floats(0, 0.3),
     seed=st.integers(0, 1 << 30),
+    changes=st.sampled_from([None, 0.7, 1.0]),
 )
 def test_every_version_taken_is_whole_and_equal_bit_for_bit_and_never_goes_back(
-    specs: list[list[TensorSpec]], generators: int, bucket_bytes: int, verify: bool, slowness: float, seed: int
+    specs: list[list[TensorSpec]],
+    generators: int,
+    bucket_bytes: int,
+    verify: bool,
+    slowness: float,
+    seed: int,
+    changes: float | None,
 ) -> None:
     rng = random.Random(seed)
     pace = [rng.random() * slowness for _ in range(len(specs) + generators)]
     world = World(
-        specs, generators, bucket_bytes, verify, delay=lambda a, b, r: r.uniform(0, pace[a] + pace[b]), limit_s=1e4
+        specs,
+        generators,
+        bucket_bytes,
+        verify,
+        delay=lambda a, b, r: r.uniform(0, pace[a] + pace[b]),
+        limit_s=1e4,
+        changes=changes,
     )
     taken = dict.fromkeys(world.generators, -1)
     held: dict[int, Version] = {}
@@ -194,6 +245,69 @@ def test_a_stuck_generator_keeps_neither_the_trainer_nor_the_others() -> None:
         found.release()
     assert world.pumps[0].waits == 0
     assert len(world.publishers[0]._snapshots) <= SNAPSHOTS
+
+
+def take(world: World, generator: int, version: int) -> None:
+    """The generator takes the version in, and is right to."""
+    world.run(2)
+    found = world.subscribers[generator].take()
+    assert found is not None
+    assert found.version == version
+    world.check(found)
+    found.release()
+
+
+def test_only_what_has_changed_travels_where_the_generator_has_the_version_before() -> None:
+    world = World(simple(nbytes=6400), generators=2, bucket_bytes=640, changes=1.0)
+    steady, skips = world.generators
+    for version in range(4):
+        world.publish(version)
+        take(world, steady, version)
+        told = [part.base for part in world.parts if part.version == version and part.base >= 0]
+        assert (len(told) > 0) == (version > 0)
+        assert set(told) <= {version - 1}
+    world.stopped.add(skips)
+    for version in (4, 5, 6):
+        world.publish(version)
+        take(world, steady, version)
+    world.stopped.clear()
+    world.parts.clear()
+    take(world, skips, 6)
+    assert {part.base for part in world.parts if part.version == 6} == {-1}, "what it has is gone"
+    world.publish(7)
+    take(world, skips, 7)
+    assert 6 in {part.base for part in world.parts if part.version == 7}
+
+
+def test_a_pull_that_was_given_up_leaves_a_mixture_that_nothing_is_compared_with() -> None:
+    world = World(simple(2, nbytes=6400), generators=1, bucket_bytes=640, changes=1.0)
+    (generator,) = world.generators
+    for version in (0, 1):
+        world.publish(version)
+        take(world, generator, version)
+    staging = world.subscribers[generator]._staging
+    assert max(each.holds for each in staging) == 1
+    world.publish(2)
+    world.step()
+    world.step()
+    for publisher in world.publishers:  # as if they had gone on to other versions
+        next(s for s in publisher._snapshots if s.version == 2).version = 99
+    world.run(1)
+    assert world.subscribers[generator].take() is None
+    assert {each.holds for each in staging} == {-1}
+
+
+def test_what_is_sooner_done_is_chosen_and_the_other_tried_again_now_and_then() -> None:
+    cheaper = Cheaper()
+    assert cheaper.choose(), "what was never tried"
+    cheaper.took(False, 1000, 1.0)
+    cheaper.took(True, 1000, 2.0)
+    chosen = [cheaper.choose() for _ in range(3 * Cheaper.RETRY)]
+    assert 0 < sum(chosen) <= 4
+    for _ in range(5):
+        cheaper.took(True, 1000, 0.5)
+    chosen = [cheaper.choose() for _ in range(3 * Cheaper.RETRY)]
+    assert sum(chosen) >= len(chosen) - 4
 
 
 def test_buckets_arrive_in_their_place_and_are_not_copied_again() -> None:

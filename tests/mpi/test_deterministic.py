@@ -93,10 +93,11 @@ class Reference:
         )
 
 
-@pytest.mark.parametrize("generators", [1, 3])
-def test_s0_equals_a_plain_synchronous_loop_bit_for_bit(tmp_path, generators):
+@pytest.mark.parametrize(("generators", "encoding"), [(1, "delta"), (3, "full")])
+def test_s0_equals_a_plain_synchronous_loop_bit_for_bit(tmp_path, generators, encoding):
     """Staleness 0 trains, and equals the synchronous result."""
-    tree = tiny_config(ranks={"generators": generators}, train={"warm_start": None})
+    weights = {"encoding": encoding}
+    tree = tiny_config(ranks={"generators": generators}, train={"warm_start": None}, weights=weights)
     metrics, _ = run_job(tree, tmp_path)
     check_books(metrics, 0)
     assert max(line["reward/mean"] for line in metrics) > 0, "a reward of 0 everywhere would train nothing"

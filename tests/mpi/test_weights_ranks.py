@@ -1,4 +1,4 @@
-"""Both weight channels between real ranks, on gloo and either MPI."""
+"""The weight channels between real ranks, on gloo and either MPI."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from launch import MPIS, run_ranks
 from headrace.comm.network import outer_addresses
 
 VERSIONS = 3
+CHANNELS = ("mpi", "delta", "collective")
 
 
 def check(stdout: str, trainers: int, ranks: int) -> None:
-    taken = re.findall(r"(mpi|collective) taken (\d+) by (\d+) digest (\w+) of (\w+)", stdout)
+    taken = re.findall(r"(mpi|delta|collective) taken (\d+) by (\d+) digest (\w+) of (\w+)", stdout)
     assert all(found == expected for *_, found, expected in taken)
     by_rank = {
         (name, int(rank)): [int(v) for n, v, r, *_ in taken if (n, r) == (name, rank)] for name, _, rank, *_ in taken
     }
     generators = range(trainers, ranks)
-    assert sorted(by_rank) == sorted((name, rank) for name in ("mpi", "collective") for rank in generators)
+    assert sorted(by_rank) == sorted((name, rank) for name in CHANNELS for rank in generators)
     for (name, _), versions in by_rank.items():
         assert versions == sorted(set(versions))
         assert versions[-1] == VERSIONS - 1
-        assert name == "mpi" or versions == list(range(VERSIONS))
-    assert len(re.findall(r"published \d+ by \d+", stdout)) == 2 * VERSIONS * trainers
+        assert name != "collective" or versions == list(range(VERSIONS))
+    assert len(re.findall(r"published \d+ by \d+", stdout)) == len(CHANNELS) * VERSIONS * trainers
 
 
 WORLDS = [
@@ -35,7 +36,7 @@ WORLDS = [
 
 
 @pytest.mark.parametrize(("mpi", "trainers", "ranks"), WORLDS)
-def test_every_generator_gets_the_bits_of_all_trainers_over_both_channels(mpi: str, trainers: int, ranks: int) -> None:
+def test_every_generator_gets_the_bits_of_all_trainers_over_every_channel(mpi: str, trainers: int, ranks: int) -> None:
     ended = run_ranks(mpi, ranks, "weights", trainers, "one", limit_s=90).check()
     check(ended.stdout, trainers, ranks)
     assert set(re.findall(r"store (\S+)", ended.stdout)) == {"127.0.0.1"}

@@ -1,4 +1,4 @@
-"""Both weight channels between real ranks: weights.py TRAINERS HOSTS. Generators print checksums of what they got.
+"""The weight channels between real ranks: weights.py TRAINERS HOSTS. Generators print checksums of what they got.
 
 The first TRAINERS ranks train, the others generate. HOSTS is `one` or `many`: what the ranks say of their hosts.
 """
@@ -16,6 +16,7 @@ import torch
 import xxhash
 from mpi4py import MPI
 
+from headrace.comm.delta import Cheaper
 from headrace.comm.devices import detect
 from headrace.comm.groups import init_replica_group, make_group, share_store
 from headrace.comm.messages import Bye
@@ -41,10 +42,13 @@ def say(line: str) -> None:
 
 
 def share(trainer: int, version: int) -> Iterator[WeightTensor]:
-    rng = np.random.default_rng([trainer, version])
+    """Much of a version is as in every other."""
+    rng, own = np.random.default_rng(trainer), np.random.default_rng([trainer, version])
     for name, dtype, shape in (("big", "float32", (301, 157)), ("odd", "bfloat16", (7, 3)), ("none", "uint8", (0,))):
         spec = TensorSpec(f"{trainer}.{name}", dtype, shape)
-        yield WeightTensor(spec, rng.integers(0, 256, spec.nbytes, np.uint8))
+        data = rng.integers(0, 256, spec.nbytes, np.uint8)
+        data[own.random(spec.nbytes) < 0.05] ^= version + 1
+        yield WeightTensor(spec, data)
 
 
 def digest(tensors: list[WeightTensor]) -> str:
@@ -128,6 +132,7 @@ def main() -> None:
     broadcaster = Broadcaster(group, device, BUCKET)
     if RANK in TRAINERS:
         phase("mpi", lambda transport: MpiPublisher(transport, GENERATORS, BUCKET, True, LIMIT_S))
+        phase("delta", lambda transport: MpiPublisher(transport, GENERATORS, BUCKET, True, LIMIT_S, Cheaper()))
         phase(
             "collective",
             lambda transport: CollectivePublisher(transport, broadcaster, TRAINERS, GENERATORS, True, LIMIT_S),
@@ -135,6 +140,7 @@ def main() -> None:
         torch.distributed.destroy_process_group()
     else:
         phase("mpi", lambda transport: MpiSubscriber(transport, TRAINERS, True, LIMIT_S))
+        phase("delta", lambda transport: MpiSubscriber(transport, TRAINERS, True, LIMIT_S, delta=True))
         phase("collective", lambda transport: CollectiveSubscriber(transport, broadcaster, TRAINERS, True))
 
 
