@@ -7,10 +7,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 import traceback
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from headrace.launcher.mpi import choose_mpi
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 LIMIT_S = 600
 
@@ -45,3 +50,27 @@ def run_ranks(module: str, ranks: int, *arguments: object) -> Any:
     if ended.returncode:
         raise SystemExit(f"{module} ended with status {ended.returncode}:\n{ended.stdout}\n{ended.stderr}")
     return json.loads(ended.stdout)
+
+
+class Meeting:
+    """Where all ranks meet between measurements; over a store, since MPI belongs to the courier."""
+
+    def __init__(self, store: TCPStore, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._meetings = 0
+
+    def timed(self, work: Callable[[], None], first: int) -> float:
+        """All ranks work: seconds from the start of rank `first` to the end of the last one, by their common clock."""
+        self.meet()
+        begun = time.monotonic()
+        work()
+        times = self.meet((begun, time.monotonic()))
+        return max(end for _, end in times) - times[first][0]
+
+    def meet(self, mine: tuple[float, float] = (0.0, 0.0)) -> Sequence[tuple[float, float]]:
+        """Every rank's pair, once all are here."""
+        self._meetings += 1
+        keys = [f"{self._meetings}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], json.dumps(mine))
+        self._store.wait(keys)
+        return [json.loads(self._store.get(key)) for key in keys]

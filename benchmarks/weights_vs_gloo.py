@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks import interleaved_medians, report
-from benchmarks.ranks import abort, parse_options, run_ranks
+from benchmarks.ranks import Meeting, abort, parse_options, run_ranks
 from headrace.comm.courier import Courier
 from headrace.comm.devices import detect
 from headrace.comm.groups import make_group, share_store
@@ -42,7 +41,7 @@ class Bench:
     def __init__(self, transport: str) -> None:
         from mpi4py import MPI
 
-        world = MPI.COMM_WORLD
+        self.world = world = MPI.COMM_WORLD
         self.rank, self.size = world.Get_rank(), world.Get_size()
         self.store = share_store(world, ["here"] * self.size, LIMIT_S)
         members = list(range(self.size))
@@ -50,7 +49,7 @@ class Bench:
         self.tensor = torch.ones(BYTES, dtype=torch.uint8)
         self.weights = [np.full(TENSOR_BYTES, n % 256, np.uint8) for n in range(TENSORS)]
         self.version = -1
-        self._meetings = 0
+        self.meeting = Meeting(self.store, self.rank, self.size)
         wire = MpiTransport(world.Dup())
         if transport == "mpi":
             self.service = self._over_mpi(wire)
@@ -74,11 +73,12 @@ class Bench:
     def ours(self) -> float:
         """GB/s."""
         self.version += 1
-        return self._timed(self._publish if self.rank == TRAINER else self._take)
+        work = self._publish if self.rank == TRAINER else self._take
+        return BYTES / self.meeting.timed(work, TRAINER) / 1e9
 
     def theirs(self) -> float:
         """GB/s."""
-        return self._timed(lambda: self.gloo.broadcast(self.tensor, TRAINER))
+        return BYTES / self.meeting.timed(lambda: self.gloo.broadcast(self.tensor, TRAINER), TRAINER) / 1e9
 
     def _publish(self) -> None:
         specs = [TensorSpec(f"layer.{n}", "uint8", (TENSOR_BYTES,)) for n in range(TENSORS)]
@@ -94,22 +94,6 @@ class Bench:
         assert all(tensor.data[-1] == n % 256 for n, tensor in enumerate(found.tensors))
         found.release()
 
-    def _timed(self, work: Callable[[], None]) -> float:
-        """All ranks work; from the trainer's start to the end of the last one, by the clock that they share."""
-        self._meet()
-        begun = time.monotonic()
-        work()
-        times = self._meet((begun, time.monotonic()))
-        return BYTES / (max(end for _, end in times) - times[TRAINER][0]) / 1e9
-
-    def _meet(self, mine: tuple[float, float] = (0.0, 0.0)) -> Sequence[tuple[float, float]]:
-        """Every rank's pair, once all are here; over the store, since MPI belongs to the courier."""
-        self._meetings += 1
-        keys = [f"{self._meetings}/{rank}" for rank in range(self.size)]
-        self.store.set(keys[self.rank], json.dumps(mine))
-        self.store.wait(keys)
-        return [json.loads(self.store.get(key)) for key in keys]
-
 
 def rank_main(transport: str, rounds: int) -> None:
     """What each rank runs."""
@@ -121,7 +105,7 @@ def rank_main(transport: str, rounds: int) -> None:
     if bench.rank == TRAINER:
         print(json.dumps(medians))
     bench.courier.stop(LIMIT_S)
-    bench._meet()
+    bench.world.Barrier()  # the one that has the store leaves last
 
 
 def main() -> None:
