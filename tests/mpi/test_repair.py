@@ -54,6 +54,23 @@ def run_with_fault(folder: Path, fault: str, tree: dict[str, Any]) -> tuple[list
     return metrics_of(folder), ended.stdout + ended.stderr, ended.returncode
 
 
+def run_with_kills(
+    folder: Path, tree: dict[str, Any], kills: dict[int, int], *options: str, stop_after: int | None = None
+) -> tuple[list[dict[str, Any]], str, int]:
+    """A job of which ranks are killed, `kills` tells after how many steps, and which may be asked to stop."""
+    job = start_job(tree, folder, *options, mpi="openmpi")
+    try:
+        for rank, steps in kills.items():
+            kill_after(job, folder, steps, rank)
+        if stop_after is not None:
+            await_steps(job, folder, stop_after)
+            job.terminate()
+        output, _ = job.communicate(timeout=120)
+    finally:
+        job.kill()
+    return metrics_of(folder), output, job.returncode
+
+
 def check_whole(metrics: list[dict[str, Any]], steps: int = STEPS, groups: int = 4) -> None:
     """All steps trained, each ticket once, none too old."""
     check_books(metrics, STALENESS)
@@ -78,15 +95,10 @@ def test_those_that_are_left_go_on_when_a_rank_dies_with_transfers_under_way() -
 
 def test_the_run_goes_on_without_two_of_three_generators(tmp_path: Path) -> None:
     assert "headrace run my-config.yaml launch.repair=true launch.mpi=openmpi\n" in DOCS.read_text()
-    job = start_job(config(launch={"repair": False}), tmp_path, "launch.repair=true", mpi="openmpi")
-    try:
-        kill_after(job, tmp_path, 8, rank=4)
-        kill_after(job, tmp_path, 20, rank=2)
-        output, _ = job.communicate(timeout=120)
-    finally:
-        job.kill()
-    assert job.returncode == 0, output
-    check_whole(metrics_of(tmp_path))
+    tree = config(launch={"repair": False})
+    metrics, output, status = run_with_kills(tmp_path, tree, {4: 8, 2: 20}, "launch.repair=true")
+    assert status == 0, output
+    check_whole(metrics)
     check_told(output, 4, 2)
 
 
@@ -127,41 +139,26 @@ def test_a_real_engine_goes_on_and_the_last_evaluation_is_of_all_tasks(tmp_path:
         eval={"tasks": 10},
         launch={"repair": True},
     )
-    job = start_job(tree, tmp_path, mpi="openmpi")
-    try:
-        kill_after(job, tmp_path, 3, rank=2)
-        output, _ = job.communicate(timeout=200)
-    finally:
-        job.kill()
-    assert job.returncode == 0, output
-    check_whole(metrics_of(tmp_path), steps=12)
+    metrics, output, status = run_with_kills(tmp_path, tree, {2: 3})
+    assert status == 0, output
+    check_whole(metrics, steps=12)
     check_told(output, 2)
     assert re.search(r"evaluation after training \(version 12\): .* on 10 held-out tasks", output)
 
 
 @pytest.mark.slow
 def test_a_trainer_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
-    job = start_job(config(run={"steps": 10_000}), tmp_path, mpi="openmpi")
-    try:
-        kill_after(job, tmp_path, 8, rank=1)
-        output, _ = job.communicate(timeout=60)
-    finally:
-        job.kill()
-    assert job.returncode not in (0, 75), output
+    _, output, status = run_with_kills(tmp_path, config(run={"steps": 10_000}), {1: 8})
+    assert status not in (0, 75), output
     assert re.search(r"headrace: Rank \d .*(signal 9|rank 1 \(trainer 1 on \S+\) has died)", output), output
     assert "Traceback" not in output
 
 
 @pytest.mark.slow
 def test_the_last_generator_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
-    job = start_job(config(run={"steps": 10_000}, ranks={"generators": 2}), tmp_path, mpi="openmpi")
-    try:
-        kill_after(job, tmp_path, 8, rank=2)
-        kill_after(job, tmp_path, 16, rank=3)
-        output, _ = job.communicate(timeout=60)
-    finally:
-        job.kill()
-    assert job.returncode not in (0, 75), output
+    tree = config(run={"steps": 10_000}, ranks={"generators": 2})
+    _, output, status = run_with_kills(tmp_path, tree, {2: 8, 3: 16})
+    assert status not in (0, 75), output
     assert re.search(r"headrace: Rank \d .*(signal 9|rank 3 \(generator 1 on \S+\) has died)", output), output
 
 
@@ -174,17 +171,10 @@ def test_a_generator_that_dies_before_the_first_step_ends_the_job(tmp_path: Path
 
 @pytest.mark.slow
 def test_a_repaired_run_can_be_stopped_and_resumed(tmp_path: Path) -> None:
-    job = start_job(config(run={"steps": 10_000}), tmp_path, mpi="openmpi")
-    try:
-        kill_after(job, tmp_path, 8, rank=4)
-        kill_after(job, tmp_path, 14, rank=3)
-        await_steps(job, tmp_path, 20)
-        job.terminate()
-        output, _ = job.communicate(timeout=60)
-    finally:
-        job.kill()
-    assert job.returncode == 75, output
-    done = len(metrics_of(tmp_path))
+    tree = config(run={"steps": 10_000})
+    stopped, output, status = run_with_kills(tmp_path, tree, {4: 8, 3: 14}, stop_after=20)
+    assert status == 75, output
+    done = len(stopped)
     metrics, _ = run_job(config(run={"steps": done + 10}), tmp_path, "--resume", mpi="openmpi")
     check_whole(metrics, steps=done + 10)
 
