@@ -18,6 +18,7 @@ Here: deaths, rewards that raise or hang, long samples, stops, lost counts. Else
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +61,30 @@ def tickets(world: World) -> list[Ticket]:
 
 def happened(world: World, name: str) -> int:
     return sum(event[0] == name for event, _ in world.trace)
+
+
+def killed_now_and_then(setup: Setup, seed: int, events: int, every: int = 1, journal: bool = True) -> World:
+    """The last of the worlds that go on one from the other, each killed after up to three times as many events."""
+    choose = choices(seed)
+    world = World(setup)
+    while not run(world, choose, events + choose(2 * events)):
+        world = resumed(world, setup, choose, every, journal)
+    return world
+
+
+def killed_at_every_point(setup: Setup, seed: int) -> Iterator[World]:
+    """At their end, those that were killed after 20 events, after 40, …, to the last step, and went on."""
+    kills, over = 0, False
+    while not over:
+        kills += 1
+        choose = choices(seed)
+        world = World(setup)
+        over = run(world, choose, 20 * kills)
+        if not over:
+            world = resumed(world, setup, choose, journal=kills % 2 == 0)
+            assert run(world, choose)
+        yield world
+    assert kills > 10
 
 
 # Waiting for ever
@@ -242,57 +267,31 @@ def test_every_group_that_was_made_is_trained_dropped_under_way_or_held_at_every
 def test_over_any_kills_every_prompt_is_used_once_per_epoch(journal: bool) -> None:
     setup = Setup(spec(tickets=23, steps=30), ledgers=2, generators=3, silences=2)
     for seed in SEEDS:
-        choose = choices(seed)
-        world = World(setup)
-        while not run(world, choose, 200 + choose(400)):
-            world = resumed(world, setup, choose, 1 + seed % 3, journal)
+        world = killed_now_and_then(setup, seed, 200, 1 + seed % 3, journal)
         assert sorted(trained(world)) == list(range(23))
 
 
 def test_killed_at_any_point_every_prompt_is_used_once_in_each_epoch_and_no_epoch_is_skipped() -> None:
-    """A kill after 20 events, after 40, …, to the last step: within an epoch, at its end, while a batch is formed or
-    trained. The last batch of the data is a short one."""
+    """Within an epoch, at its end, while a batch is formed or trained. The last batch of the data is a short one."""
     order = TicketOrder(size=5, seed=3, epochs=3)
     setup = Setup(spec(groups=4, tickets=order.tickets, steps=30, size=1), ledgers=2, generators=2)
-    kills, over = 0, False
-    while not over:
-        kills += 1
-        choose = choices(7)
-        world = World(setup)
-        over = run(world, choose, 20 * kills)
-        if not over:
-            world = resumed(world, setup, choose, journal=kills % 2 == 0)
-            assert run(world, choose)
+    for world in killed_at_every_point(setup, 7):
         uses = Counter((order.epoch(ticket), order.task(ticket)) for ticket in trained(world))
         assert uses == {(epoch, task): 1 for epoch in range(3) for task in range(5)}
         assert [len(step) for step in world.trained] == [4, 4, 4, 3]
-    assert kills > 10
 
 
 def test_killed_at_any_point_the_data_position_is_that_of_an_uninterrupted_run() -> None:
     """Where steps train their tickets in order. The rest: tests/mpi/test_deterministic.py"""
     setup = Setup(spec(staleness=0, steps=5, size=1, in_order=True), ledgers=2, generators=2)
     whole = play_to_the_end(setup, 0).trained
-    kills, over = 0, False
-    while not over:
-        kills += 1
-        choose = choices(1)
-        world = World(setup)
-        over = run(world, choose, 20 * kills)
-        if not over:
-            world = resumed(world, setup, choose)
-            assert run(world, choose)
+    for world in killed_at_every_point(setup, 1):
         assert [sorted(step) for step in world.trained] == [sorted(step) for step in whole]
-    assert kills > 10
 
 
 def test_after_a_resume_no_step_is_counted_twice() -> None:
     for seed in SEEDS:
-        choose = choices(seed)
-        setup = Setup(spec(steps=6), ledgers=2, generators=2)
-        world = World(setup)
-        while not run(world, choose, 200):
-            world = resumed(world, setup, choose)
+        world = killed_now_and_then(Setup(spec(steps=6), ledgers=2, generators=2), seed, 100)
         assert [len(step) for step in world.trained] == [3] * 6
 
 
@@ -349,13 +348,8 @@ def test_trained_lengths_are_distributed_as_generated_lengths(staleness: int) ->
 
 
 def test_a_resume_moves_on_though_a_group_was_dropped_in_the_middle() -> None:
-    dropped = 0
     setup = Setup(spec(overdue="drop", staleness=2, tickets=20, steps=30), 2, 3, long=6, room=4)
-    for seed in SEEDS:
-        choose = choices(seed)
-        world = World(setup)
-        while not run(world, choose, 400):
-            world = resumed(world, setup, choose)
-        dropped += sum(node.counts().dropped for node in world.nodes)
-        assert len(trained(world)) + sum(node.counts().dropped for node in world.nodes) == 20
-    assert dropped > 0
+    worlds = [killed_now_and_then(setup, seed, 200) for seed in SEEDS]
+    dropped = [sum(node.counts().dropped for node in world.nodes) for world in worlds]
+    assert [len(trained(world)) for world in worlds] == [20 - lost for lost in dropped]
+    assert sum(dropped) > 0
