@@ -12,10 +12,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import interleaved_medians
 from headrace.launcher.mpi import choose_mpi
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
     from torch.distributed import TCPStore
+
+    from headrace.comm.courier import Courier
 
 LIMIT_S = 600
 
@@ -50,6 +54,16 @@ def run_ranks(module: str, ranks: int, *arguments: object) -> Any:
     if ended.returncode:
         raise SystemExit(f"{module} ended with status {ended.returncode}:\n{ended.stdout}\n{ended.stderr}")
     return json.loads(ended.stdout)
+
+
+def print_medians(world: MPI.Comm, courier: Courier, runs: Sequence[Callable[[], float]], rounds: int) -> None:
+    """Measure on all ranks alike, after a round to warm up; rank 0 prints. All leave together: one has the store."""
+    interleaved_medians(runs, 1)
+    medians = interleaved_medians(runs, rounds)
+    if world.Get_rank() == 0:
+        print(json.dumps(medians))
+    courier.stop(LIMIT_S)
+    world.Barrier()
 
 
 class Meeting:

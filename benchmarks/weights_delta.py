@@ -13,7 +13,6 @@ under AdamW with random gradients, at learning rates of 1e-6 and 1e-5. Cases:
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import interleaved_medians, report, report_value
-from benchmarks.ranks import Meeting, abort, parse_options, run_ranks
+from benchmarks import report, report_value
+from benchmarks.ranks import Meeting, abort, parse_options, print_medians, run_ranks
 from headrace.comm import delta
 from headrace.comm.courier import Courier
 from headrace.comm.groups import share_store
@@ -119,13 +118,7 @@ def rank_main(rate: float, rounds: int) -> None:
     """What each rank runs."""
     torch.set_num_threads(1)
     bench = Bench(rate)
-    runs = [lambda: bench.run(True), lambda: bench.run(False)]
-    interleaved_medians(runs, 1)  # warm up
-    medians = interleaved_medians(runs, rounds)
-    if bench.rank == TRAINER:
-        print(json.dumps(medians))
-    bench.courier.stop(LIMIT_S)
-    bench.world.Barrier()  # the one that has the store leaves last
+    print_medians(bench.world, bench.courier, [lambda: bench.run(True), lambda: bench.run(False)], rounds)
 
 
 def main() -> None:

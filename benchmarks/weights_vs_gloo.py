@@ -9,15 +9,14 @@ GB/s of the 270 MB, medians of interleaved rounds.
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks import interleaved_medians, report
-from benchmarks.ranks import Meeting, abort, parse_options, run_ranks
+from benchmarks import report
+from benchmarks.ranks import Meeting, abort, parse_options, print_medians, run_ranks
 from headrace.comm.courier import Courier
 from headrace.comm.devices import detect
 from headrace.comm.groups import make_group, share_store
@@ -99,13 +98,7 @@ def rank_main(transport: str, rounds: int) -> None:
     """What each rank runs."""
     torch.set_num_threads(1)
     bench = Bench(transport)
-    runs = [bench.ours, bench.theirs]
-    interleaved_medians(runs, 1)  # warm up
-    medians = interleaved_medians(runs, rounds)
-    if bench.rank == TRAINER:
-        print(json.dumps(medians))
-    bench.courier.stop(LIMIT_S)
-    bench.world.Barrier()  # the one that has the store leaves last
+    print_medians(bench.world, bench.courier, [bench.ours, bench.theirs], rounds)
 
 
 def main() -> None:
