@@ -12,7 +12,8 @@ fields there are is said by a `Schema`; a group may hold some of them only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Annotated, Any, Generic, TypeVar
@@ -67,7 +68,7 @@ class Column:
             begin, end = (starts[places[0]], starts[places[-1] + 1]) if places else (0, 0)
             return Column(self.data[begin:end], lengths, self.ragged)
         parts = [self.data[starts[place] : starts[place + 1]] for place in places]
-        return Column(_joined(parts, self.data), lengths, self.ragged)
+        return Column(_joined(parts, self.data.dtype, self.data.shape[1:], fresh), lengths, self.ragged)
 
     @property
     def bytes(self) -> Buffer:
@@ -130,8 +131,17 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[_GroupHeader])
 
 
-def gather(schema: Schema, key: K, samples: Sequence[Sample]) -> Group[K]:
-    """Copy samples into read-only columns.
+Take = Callable[[int], Buffer]
+"""Gives memory of so many bytes, with any contents."""
+
+
+def fresh(nbytes: int) -> Buffer:
+    """Memory that was never used."""
+    return np.empty(nbytes, np.uint8)
+
+
+def gather(schema: Schema, key: K, samples: Sequence[Sample], take: Take = fresh) -> Group[K]:
+    """Copy samples into read-only columns, in memory that `take` gives.
 
     Raises:
         ExchangeError: the key, or a value, doesn't fit the schema; the text names sample and field.
@@ -146,7 +156,7 @@ def gather(schema: Schema, key: K, samples: Sequence[Sample]) -> Group[K]:
         if field.kind == "text":
             texts[name] = [where.string(index, value) for index, value in enumerate(values)]
         else:
-            columns[name] = _column(field, [where.array(index, value) for index, value in enumerate(values)])
+            columns[name] = _column(field, [where.array(index, value) for index, value in enumerate(values)], take)
     return Group(key, len(samples), columns, texts)
 
 
@@ -261,16 +271,19 @@ def _check_names(schema: Schema, key: Key, samples: Sequence[Sample]) -> None:
             )
 
 
-def _column(field: Field, parts: Sequence[npt.NDArray[Any] | None]) -> Column:
+def _column(field: Field, parts: Sequence[npt.NDArray[Any] | None], take: Take) -> Column:
     ragged = field.kind == "ragged"
     lengths = [MISSING if part is None else len(part) if ragged else 1 for part in parts]
     present = [part if ragged else part[None] for part in parts if part is not None]
-    return Column(_joined(present, np.empty((0, *field.shape), field.carrier)), lengths, ragged)
+    return Column(_joined(present, field.carrier, field.shape, take), lengths, ragged)
 
 
-def _joined(parts: Sequence[npt.NDArray[Any]], like: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """One read-only array of them, with the dtype and the further axes of `like`."""
-    data = np.empty((sum(map(len, parts)), *like.shape[1:]), like.dtype)
+def _joined(
+    parts: Sequence[npt.NDArray[Any]], dtype: np.dtype[Any], shape: tuple[int, ...], take: Take
+) -> npt.NDArray[Any]:
+    """One read-only array [rows of all parts, *shape] of them."""
+    rows = sum(map(len, parts))
+    data = take(rows * math.prod(shape) * dtype.itemsize).view(dtype).reshape(rows, *shape)
     if parts:
         np.concatenate(parts, out=data)  # without `out`, it would turn the bytes into the machine's order
     data.flags.writeable = False

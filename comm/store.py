@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, takewhile
 from typing import Generic, NamedTuple
 
+from headrace.comm.buffers import BufferPool
 from headrace.comm.columns import Group, K, Sample, gather, pack_groups, select
 from headrace.comm.messages import Key
 from headrace.comm.schema import ExchangeError, Schema
@@ -50,6 +51,13 @@ class GroupStore(Generic[K]):
         self._bytes = 0
         self._peak_bytes = 0
         self._lock = threading.Lock()
+        self._pool = BufferPool()
+        self._pool_lock = threading.Lock()
+
+    def room(self, nbytes: int) -> Buffer:
+        """Memory for a column, used again once the group is released and nobody reads it any more."""
+        with self._pool_lock:
+            return self._pool.take(nbytes)
 
     def add(self, group: Group[K], partition: str = TRAIN) -> None:
         """Keep a group that was made by `columns.gather` with the store's schema.
@@ -175,7 +183,7 @@ class SampleStore(GroupStore[Key]):
             ExchangeError: the key is taken, or a sample doesn't fit the schema.
         """
         each = samples if isinstance(samples, Sequence) else [samples]
-        self.add(gather(self.schema, key, each), partition)
+        self.add(gather(self.schema, key, each, self.room), partition)
 
     def get(
         self, keys: Iterable[Key], fields: Iterable[str] | None = None, rows: Sequence[int] | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.comm.columns import Group, gather, unpack_groups
+from headrace.comm.columns import Group, Take, fresh, gather, unpack_groups
 from headrace.comm.schema import ExchangeError, Schema, fixed, ragged, text
 from headrace.comm.store import GroupStore
 from headrace.comm.trajectory import Trajectory, Unit
@@ -49,7 +49,7 @@ class TrajectoryStore(GroupStore[GroupKey]):
         Raises:
             ExchangeError: the group is there already, or a sample doesn't fit the schema or the group.
         """
-        self.add(make_group(ticket, attempt, trajectories))
+        self.add(make_group(ticket, attempt, trajectories, self.room))
 
     def get(self, keys: Iterable[GroupKey], fields: Sequence[str] | None = None) -> dict[GroupKey, list[Trajectory]]:
         """The samples of groups; their columns are read-only views. A field that wasn't asked for is empty.
@@ -65,14 +65,14 @@ def needed(fields: Sequence[str] | None) -> list[str] | None:
     return None if fields is None else [*fields, *ALWAYS]
 
 
-def make_group(ticket: int, attempt: int, trajectories: Sequence[Trajectory]) -> Group[GroupKey]:
-    """Copy trajectories into read-only columns.
+def make_group(ticket: int, attempt: int, trajectories: Sequence[Trajectory], take: Take = fresh) -> Group[GroupKey]:
+    """Copy trajectories into read-only columns, in memory that `take` gives.
 
     Raises:
         ExchangeError: a trajectory is of another group, a column of another dtype, or their lengths differ.
     """
     key = (ticket, attempt)
-    group = gather(TRAJECTORY, key, [_fields(key, item) for item in trajectories])
+    group = gather(TRAJECTORY, key, [_fields(key, item) for item in trajectories], take)
     _check_lengths(group)
     return group
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.comm import exchange
@@ -103,6 +103,7 @@ class World:
         raise AssertionError("no answer")
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_what_is_pulled_is_what_was_put(data: st.DataObject) -> None:
     schema = data.draw(SCHEMAS)
@@ -126,6 +127,7 @@ def test_what_is_pulled_is_what_was_put(data: st.DataObject) -> None:
         assert [plain(item) for item in here] == expected
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_every_consumer_sees_every_group_exactly_once(data: st.DataObject) -> None:
     """Two names; the first is used by two ranks. Puts, releases and delays in any order."""
@@ -231,7 +233,7 @@ def pictures(count: int) -> Sample:
     """A sample that is worth buffers of its own."""
     rng = np.random.default_rng(count)
     return {
-        "tokens": rng.integers(0, 9, EAGER_BYTES, dtype=np.int32),
+        "tokens": rng.integers(0, 9, 4 * EAGER_BYTES, dtype=np.int32),
         "hidden": rng.integers(0, 2**16, (EAGER_BYTES, 4), dtype=np.uint16),
         "pixels": rng.integers(0, 256, (count, 8, 8, 3), dtype=np.uint8) if count else None,
         "reward": float(count),
@@ -242,7 +244,7 @@ def test_pixels_travel_only_to_those_who_ask_for_them() -> None:
     store = SampleStore(SCHEMA)
     store.put(1, [pictures(100), pictures(0), pictures(0)])
     _, buffers = store.pack([1], ["tokens", "reward"], eager_bytes=EAGER_BYTES)
-    assert [buffer.nbytes for buffer in buffers] == [3 * EAGER_BYTES * 4]
+    assert [buffer.nbytes for buffer in buffers] == [3 * 4 * EAGER_BYTES * 4]
     _, buffers = store.pack([1], ["pixels"], rows=[1, 2], eager_bytes=0)
     assert [buffer.nbytes for buffer in buffers] == [0]
 
@@ -259,6 +261,23 @@ def test_neither_side_copies_large_columns() -> None:
             assert np.shares_memory(there, buffer)
             assert not np.shares_memory(here, original[name]), "what was put may be changed"
             assert not here.flags.writeable
+
+
+def test_memory_is_used_again_after_a_release_but_not_while_somebody_reads_it() -> None:
+    store = SampleStore(SCHEMA)
+
+    def put(key: int) -> Any:
+        store.put(key, pictures(key))
+        return store.get([key])[key]["tokens"][0]
+
+    first = put(1)
+    address, kept = first.ctypes.data, first.copy()
+    store.release([1])
+    assert put(2).ctypes.data != address
+    assert np.array_equal(first, kept)
+    del first
+    store.release([2])
+    assert address in {put(key).ctypes.data for key in (3, 4)}
 
 
 def test_small_columns_travel_in_the_header() -> None:
@@ -313,6 +332,7 @@ def test_an_answer_without_a_field_that_was_asked_for_is_an_error() -> None:
         world.answer(lambda _: number)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_damaged_header_is_an_exchange_error_or_groups_of_the_schema(data: st.DataObject) -> None:
     schema = data.draw(SCHEMAS)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.comm import messages, wire
@@ -65,12 +65,14 @@ def test_the_wire_knows_every_message() -> None:
 
 
 @pytest.mark.parametrize("kind", wire.MESSAGE_TYPES, ids=lambda kind: kind.__name__)
+@settings(deadline=None)
 @given(data=st.data(), sizes=SIZES)
 def test_a_message_comes_back_as_it_was(kind: type[Message], data: st.DataObject, sizes: list[int]) -> None:
     message = data.draw(values(kind))
     assert wire.decode(wire.encode(message, sizes), source=0) == (message, sizes)
 
 
+@settings(deadline=None)
 @given(message=ANY_MESSAGE, sizes=SIZES, data=st.data())
 def test_a_truncated_frame_is_refused_and_its_source_named(
     message: Message, sizes: list[int], data: st.DataObject
@@ -81,6 +83,7 @@ def test_a_truncated_frame_is_refused_and_its_source_named(
         wire.decode(frame[:length], source=17)
 
 
+@settings(deadline=None)
 @given(message=ANY_MESSAGE, data=st.data())
 def test_a_damaged_frame_gives_a_message_or_a_wire_error_and_nothing_else(
     message: Message, data: st.DataObject
