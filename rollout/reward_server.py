@@ -10,6 +10,9 @@ nothing can hold it up. It is one thread around `select`. A call is settled once
 `1 + retries` attempts. When the rank's end of the socket closes, for whatever reason, the server kills its workers and
 ends; when the server dies, the kernel kills the workers.
 
+What rewards print goes where the rank's own output goes when its pool is made, which is its log. So the first byte from
+the rank brings its stdout and stderr along.
+
 Frames on all sockets: 8 bytes length (little endian), then the bytes. A call is 8 bytes number + pickled (task, text),
 made by the rank and unpickled only in a worker; everything that comes back is msgpack.
 """
@@ -87,6 +90,24 @@ class Stream:
     @property
     def sending(self) -> bool:
         return bool(self._unsent) and not self.ended
+
+    def give_outputs(self) -> None:
+        """Hand stdout and stderr of this process to the other side, before anything else is sent."""
+        try:
+            socket.send_fds(self.socket, [b"\0"], [1, 2])
+        except OSError:
+            self.ended = True
+
+    def take_outputs(self) -> None:
+        """Make the other side's stdout and stderr those of this process. They have to be there."""
+        try:
+            _, outputs, _, _ = socket.recv_fds(self.socket, 1, 2)
+        except OSError:
+            outputs = []
+        self.ended = not outputs
+        for number, output in enumerate(outputs, 1):
+            os.dup2(output, number)
+            os.close(output)
 
     def send(self, *parts: bytes) -> None:
         """Queue one frame and send what the socket takes."""
@@ -333,16 +354,26 @@ def die_with_parent(parent: int) -> None:
 
 
 def work(sock: socket.socket, setup: Setup) -> None:
-    """Import the reward function, then answer calls until the server closes."""
+    """Import the reward function, then answer calls until the server closes.
+
+    A process that the user's code has forked comes back here too, with the same socket: it leaves without a word, since
+    its parent answers.
+    """
+    worker = os.getpid()
     try:
         reward = pickle.loads(setup.reward)
         answer = AnswerConfig.model_validate_json(setup.answer)
+        started = Outcome(NO_CALL)
     except BaseException as error:
-        send(sock, Outcome(NO_CALL, reason="reward_raised", error=told_whole(error)))
+        started = Outcome(NO_CALL, reason="reward_raised", error=told_whole(error))
+    if os.getpid() != worker:
         return
-    send(sock, Outcome(NO_CALL))
-    while frame := read_frame(sock):
-        send(sock, attempt(reward, answer, frame))
+    send(sock, started)
+    while started.reason is None and (frame := read_frame(sock)):
+        outcome = attempt(reward, answer, frame)
+        if os.getpid() != worker:
+            return
+        send(sock, outcome)
 
 
 def attempt(reward: Any, answer: AnswerConfig, frame: bytes) -> Outcome:
@@ -421,6 +452,8 @@ def main() -> None:
     """Started by `headrace.rollout.rewards.start_reward_server` with the number of an open socket."""
     ignore_signals()
     rank = Stream(socket.socket(fileno=int(sys.argv[1])))
+    select.select([rank.socket], [], [])
+    rank.take_outputs()
     frames: list[bytes] = []
     while not frames and not rank.ended:
         select.select([rank.socket], [], [])

@@ -100,6 +100,7 @@ class RewardPool:
         if not _started:
             start_reward_server()
         self._server = _started.pop()
+        self._server.stream.give_outputs()
         self._server.stream.send(msgspec.msgpack.encode(setup))
         self._keys: dict[int, Hashable] = {}
         self._next = 0

@@ -17,7 +17,7 @@ from headrace.comm.errors import ConfigError, DataError, PeerLostError
 from headrace.rollout.config import DataConfig
 from headrace.rollout.environments import NamedReward, exact_match
 from headrace.rollout.reward_server import Server, Setup, Stream
-from headrace.rollout.rewards import RewardPool, Scored, environment_without_mpi
+from headrace.rollout.rewards import RewardPool, Scored, environment_without_mpi, start_reward_server
 from headrace.rollout.task import Reward, Task
 
 LIMIT_S = 60.0
@@ -51,6 +51,13 @@ def reward(task, text):
         case "signals":
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2): os.kill(os.getpid(), number)
             return 5
+        case "fork": return float(os.fork() > 0)
+        case "fork and raise":
+            if not os.fork(): raise ValueError("in the child")
+            return 1
+        case "print":
+            print("by print")
+            subprocess.run(["echo", "by a program"])
         case "child":
             child = subprocess.Popen(["sleep", "1000"])
             Path(text.split(":", 1)[1]).write_text(f"{os.getpid()} {child.pid}")
@@ -172,6 +179,37 @@ def test_a_hanging_reward_is_ended_at_its_limit_together_with_what_it_started(
     assert scored["fine"].reward == 4.0
     for pid in map(int, (tmp_path / "pids").read_text().split()):
         wait_until(lambda pid=pid: not alive(pid))
+
+
+def test_of_a_process_that_a_reward_has_forked_only_the_parent_answers(
+    make_pool: Callable[..., RewardPool], behaviours: NamedReward
+) -> None:
+    pool = make_pool(behaviours)
+    texts = ["fork", "fork and raise", "fine"] * 5
+    for number, text in enumerate(texts):
+        pool.submit(number, Task("q"), text)
+    scored = settle(pool)
+    assert [(scored[number].reward, scored[number].attempts) for number in range(15)] == [(1, 1), (1, 1), (4, 1)] * 5
+
+
+def test_what_a_reward_prints_goes_where_the_rank_writes_when_its_pool_is_made(
+    make_pool: Callable[..., RewardPool], behaviours: NamedReward, tmp_path: Path
+) -> None:
+    start_reward_server()
+    kept = [os.dup(1), os.dup(2)]
+    log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        pool = make_pool(behaviours)
+    finally:
+        for number, before in enumerate(kept, 1):
+            os.dup2(before, number)
+            os.close(before)
+        os.close(log)
+    pool.submit("print", Task("q"), "print")
+    settle(pool)
+    assert (tmp_path / "log").read_text() == "by print\nby a program\n"
 
 
 def test_a_reward_that_fails_twice_and_then_works_counts(
