@@ -18,7 +18,8 @@ import msgspec
 
 from headrace.comm.errors import ConfigError, DataError, PeerLostError
 from headrace.rollout.config import DataConfig
-from headrace.rollout.reward_server import NO_CALL, Outcome, Setup, Stream
+from headrace.rollout.reward_server import Stream
+from headrace.rollout.reward_worker import NO_CALL, Outcome, Setup
 from headrace.rollout.task import Reward, Task
 
 MPI_VARIABLES = ("OMPI_", "OPAL_", "PMI", "PRTE_", "HYDI_", "HYDRA_", "MPI_", "MPIR_", "MPICH_", "MPIEXEC_")

@@ -16,7 +16,8 @@ import pytest
 from headrace.comm.errors import ConfigError, DataError, PeerLostError
 from headrace.rollout.config import DataConfig
 from headrace.rollout.environments import NamedReward, exact_match
-from headrace.rollout.reward_server import Server, Setup, Stream
+from headrace.rollout.reward_server import Server, Stream
+from headrace.rollout.reward_worker import Setup
 from headrace.rollout.rewards import RewardPool, Scored, environment_without_mpi, start_reward_server
 from headrace.rollout.task import Reward, Task
 
