@@ -1,6 +1,6 @@
 """A worker of the reward server (see `reward_server` for the picture): runs the user's reward function, call by call.
 
-    forked ──▶ imports the function ── Outcome(NO_CALL) ──▶ call ── attempt ──▶ Outcome ──▶ call … until told to end
+forked ──▶ imports the function ── Outcome(NO_CALL) ──▶ call ── attempt ──▶ Outcome ──▶ call … until told to end
 """
 
 from __future__ import annotations
