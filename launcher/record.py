@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
+from headrace.comm.errors import DataError
 from headrace.comm.files import write_whole
 
 LAUNCHER = "launcher.json"
@@ -66,12 +67,20 @@ def record_end(attempt: Path, ended: Ended) -> None:
 
 
 def launcher_of(attempt: Path) -> Launcher | None:
-    """Who started this attempt; None if the ranks were started by other means than `headrace run`."""
+    """Who started this attempt; None if the ranks were started by other means than `headrace run`.
+
+    Raises:
+        DataError: the file can't be understood.
+    """
     return _read(attempt / LAUNCHER, Launcher)
 
 
 def end_of(attempt: Path) -> Ended | None:
-    """How the attempt ended; None if nobody has written it down."""
+    """How the attempt ended; None if nobody has written it down.
+
+    Raises:
+        DataError: the file can't be understood.
+    """
     return _read(attempt / OUTCOME, Ended)
 
 
@@ -82,9 +91,16 @@ def record_job(run: Path, job: int) -> None:
 
 
 def job_of(run: Path) -> int | None:
-    """The job that was submitted for a run."""
+    """The job that was submitted for a run.
+
+    Raises:
+        DataError: the file holds something else.
+    """
     file = run / SLURM_JOB
-    return int(file.read_text(encoding="utf-8")) if file.is_file() else None
+    try:
+        return int(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except ValueError:
+        raise DataError(f"{file} holds no number of a job") from None
 
 
 def start_of(pid: int) -> int | None:
@@ -105,4 +121,7 @@ Kind = TypeVar("Kind", Launcher, Ended)
 
 
 def _read(file: Path, kind: type[Kind]) -> Kind | None:
-    return msgspec.json.decode(file.read_bytes(), type=kind) if file.is_file() else None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind) if file.is_file() else None
+    except ValueError as error:  # msgspec's own among them
+        raise DataError(f"{file} isn't what was written: {error}") from None

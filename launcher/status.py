@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headrace.comm.errors import HeadraceError
+from headrace.comm.errors import ConfigError, DataError, HeadraceError
 from headrace.launcher.config import read_yaml
 from headrace.launcher.metrics import last_rows
 from headrace.launcher.queue import QueuedJob, queued
@@ -102,14 +102,16 @@ def attempts(run: Path) -> list[Path]:
 
 
 def read_status(run: Path) -> RunStatus:
-    """How one run goes.
+    """How one run goes. Files that hold something else than headrace writes make it `unreadable`.
 
     Raises:
         HeadraceError: Slurm doesn't answer.
     """
     try:
         return _read(run)
-    except (OSError, ValueError, KeyError) as error:
+    except (ConfigError, DataError) as error:
+        return RunStatus(run, "unreadable", str(error))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return RunStatus(run, "unreadable", f"{type(error).__name__}: {error}")
 
 
@@ -227,15 +229,17 @@ def _last_line(text: str) -> str | None:
 
 
 def show(found: Sequence[RunStatus], console: Console) -> None:
-    """Print a table of runs."""
+    """Print a table of runs, and below it a line for each that has something wrong; there the line has room."""
     table = Table(header_style="bold", border_style="dim")
     for title in ("run", "state", "step", "reward", "steps/min", "left", "restarts"):
-        table.add_column(title, no_wrap=title in ("state", "step"))
-    table.add_column("last error", max_width=60, overflow="ellipsis", no_wrap=True)
+        table.add_column(title, no_wrap=title not in ("run", "left"), overflow="fold")
     for status in found:
         state = Text(status.state, STYLES.get(status.state, ""))
-        table.add_row(status.folder.name, state, *map(Text, _figures(status)), Text(status.error or ""))
+        table.add_row(Text(status.folder.name), state, *map(Text, _figures(status)))
     console.print(table)
+    for status in found:
+        if wrong := status.detail if status.state == "unreadable" else status.error:
+            console.print(Text(f"{status.folder.name}: {wrong}"), soft_wrap=True)
 
 
 def show_one(status: RunStatus, console: Console) -> None:

@@ -17,7 +17,7 @@ from headrace.launcher.cli import app
 from headrace.launcher.metrics import last_rows
 from headrace.launcher.queue import QueuedJob, queued, seconds
 from headrace.launcher.record import Ended, Launcher, record_end, record_job, record_launcher
-from headrace.launcher.status import all_runs, find_run, read_status, show, show_one
+from headrace.launcher.status import RunStatus, all_runs, find_run, read_status, show, show_one
 
 
 @pytest.fixture
@@ -140,9 +140,22 @@ def test_a_slurm_that_fails_is_an_error_of_one_paragraph(run: Path, tmp_path: Pa
         queued([7])
 
 
-def test_a_file_that_cannot_be_read_does_not_hide_the_other_runs(run: Path) -> None:
-    (run / "attempt_02" / "outcome.json").write_text("{broken")
-    assert read_status(run).state == "unreadable"
+@pytest.mark.parametrize(
+    ("file", "text", "why"),
+    [
+        ("attempt_02/outcome.json", "{broken", "attempt_02/outcome.json isn't what was written"),
+        ("attempt_02/launcher.json", '{"host": 3}', "attempt_02/launcher.json isn't what was written"),
+        ("slurm_job", "none", "slurm_job holds no number"),
+        ("config.yaml", "{{", "config.yaml, line 1"),
+        ("config.yaml", "run: 3", "AttributeError"),
+        ("metrics.jsonl", '{"reward/mean": 1}\n', "KeyError"),
+    ],
+)
+def test_a_file_that_cannot_be_read_does_not_hide_the_other_runs(run: Path, file: str, text: str, why: str) -> None:
+    (run / file).write_text(text)
+    status = read_status(run)
+    assert status.state == "unreadable"
+    assert why in status.detail
 
 
 def test_a_run_without_an_attempt_is_new(run: Path) -> None:
@@ -188,6 +201,17 @@ def test_the_tables_show_the_figures(run: Path) -> None:
     text = console.export_text()
     assert text.count("10/40") == 2
     for words in ("running", "0.250", "1:00", "restarts"):
+        assert words in text
+
+
+def test_a_long_error_leaves_room_for_names_and_figures(tmp_path: Path) -> None:
+    error = "Rank 0 failed: " + "no reward could be computed " * 10
+    found = [RunStatus(tmp_path / "sums", "failed", step=10, steps=40, reward=0.25, per_minute=12, error=error)]
+    found.append(RunStatus(tmp_path / "worn", "unreadable", "config.yaml is empty"))
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    show(found, console)
+    text = console.export_text()
+    for words in ("│ sums ", "failed", "10/40", "0.250", "steps/min", "restarts", "worn: config.yaml is empty", error):
         assert words in text
 
 
