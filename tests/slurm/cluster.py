@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import random
 import shutil
@@ -18,14 +19,14 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+NAME, OWNER = "headrace-slurm-", "owner"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "ip", "nsenter", "unshare")
 CPUS = 16
 READY_LIMIT_S = 60
-MEND_LIMIT_S = 180
-"""Slurm looks for a node that was down only now and then."""
+MEND_LIMIT_S = 60
 FOREIGN = ("SLURM_", "SBATCH_", "PMI", "OMPI_", "PRTE_", "MPI4PY_", "HEADRACE_")
 
 CONF = """\
@@ -85,10 +86,11 @@ class Cluster:
 
     def __init__(self, nodes: int) -> None:
         self.nodes = [f"node{number}" for number in range(1, nodes + 1)]
-        self.folder = Path(tempfile.mkdtemp(prefix="headrace-slurm-"))
+        self.folder = Path(tempfile.mkdtemp(prefix=NAME))
         self._tag = f"hr{uuid.uuid4().hex[:6]}"
         self._net = ""
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._slurmds: dict[str, subprocess.Popen[bytes]] = {}
 
     def environ(self, **extra: str) -> dict[str, str]:
         """For a user of this cluster."""
@@ -98,6 +100,10 @@ class Cluster:
     # The daemons
 
     def start(self) -> None:
+        with (self.folder.parent / f"{NAME}lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _sweep(self.folder.parent)
+            (self.folder / OWNER).write_text(f"{os.getpid()} {self._tag}")
         self.folder.chmod(0o755)  # munge insists that others may look into it
         for name in ("munge", "state", "spool", "log", "tmp"):
             (self.folder / name).mkdir()
@@ -115,19 +121,15 @@ class Cluster:
         with contextlib.suppress(subprocess.SubprocessError):
             self.ask("scancel", "--user=root", limit_s=10)
             self.wait(lambda: not self.ask("squeue", "--noheader", limit_s=10), 20)
-        for daemon in reversed(self._daemons):
+        daemons = [*self._daemons, *self._slurmds.values()]
+        for daemon in reversed(daemons):
             daemon.terminate()
-        for daemon in reversed(self._daemons):
+        for daemon in reversed(daemons):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(5)
             daemon.kill()
             daemon.wait()
-        for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
-        for node in self.nodes:
-            subprocess.run(["ip", "netns", "del", self._space(node)], check=False, capture_output=True)
-        subprocess.run(["ip", "link", "del", self._tag], check=False, capture_output=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _remove(self._tag, self.folder)
 
     def _make_bridge(self) -> None:
         """A network 10.214.X.0/24 that nobody else uses."""
@@ -173,29 +175,26 @@ class Cluster:
         _ip("-n", space, "addr", "add", f"{self._net}.{node.removeprefix('node')}/24", "dev", "eth0")
         _ip("-n", space, "link", "set", "eth0", "up")
         _ip("-n", space, "link", "set", "lo", "up")
+        self._boot(node)
+
+    def _boot(self, node: str) -> None:
         inside = (
             f"hostname {node}; mount --bind {self.folder}/hosts /etc/hosts; mount -t tmpfs tmpfs /dev/shm; "
             f"exec slurmd -D -N {node}"
         )
         own = ["unshare", "--uts", "--mount", "--propagation", "private", "sh", "-c", inside]
-        self._spawn("nsenter", f"--net=/run/netns/{space}", *own)
+        self._slurmds[node] = self._popen("nsenter", f"--net=/run/netns/{self._space(node)}", *own)
 
     def _spawn(self, *command: str) -> None:
-        log = open(self.folder / "log" / "daemons.log", "ab")  # noqa: SIM115
+        self._daemons.append(self._popen(*command))
+
+    def _popen(self, *command: str) -> subprocess.Popen[bytes]:
         path = f"/usr/sbin:/sbin:{os.environ['PATH']}"
-        environ = self.environ(PATH=path)
-        self._daemons.append(
-            subprocess.Popen(
-                command,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd="/",
-                preexec_fn=_end_with_tests,
+        environ, null = self.environ(PATH=path), subprocess.DEVNULL
+        with open(self.folder / "log" / "daemons.log", "ab") as log:
+            return subprocess.Popen(
+                command, env=environ, stdin=null, stdout=log, stderr=log, cwd="/", preexec_fn=_end_with_tests
             )
-        )
-        log.close()
 
     def _until_ready(self) -> None:
         def idle() -> bool:
@@ -230,15 +229,16 @@ class Cluster:
         _ip("link", "set", self._link(node), "down")
 
     def power_off(self, node: str) -> None:
-        """End what runs on a node that is cut off."""
-        for pid in self.processes(node):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """End all that runs on a node that is cut off, Slurm's daemons, too."""
+        self._slurmds[node].kill()
+        self._slurmds[node].wait()
+        _end_all([self._space(node)])
 
     def mend(self, node: str) -> None:
-        """Bring the link back, and wait until the node is in use again."""
+        """Bring the link back, boot the node, and wait until it is in use again."""
         self.power_off(node)
         _ip("link", "set", self._link(node), "up")
+        self._boot(node)
 
         def idle() -> bool:
             self.ask("scontrol", "update", f"nodename={node}", "state=resume", check=False)
@@ -248,28 +248,63 @@ class Cluster:
 
     def processes(self, *nodes: str) -> list[int]:
         """Pids of what runs on some nodes, or all, besides Slurm's daemons."""
-        spaces = {os.stat(f"/run/netns/{self._space(node)}").st_ino for node in nodes or self.nodes}
-        found = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-        return [pid for pid in found if _space_of(pid) in spaces and not _is_daemon(pid)]
+        return [pid for pid in _inside([self._space(node) for node in nodes or self.nodes]) if not _is_daemon(pid)]
 
     def state(self, job: str) -> str:
         """For instance RUNNING, or COMPLETED."""
         shown = self.ask("scontrol", "show", "job", job)
         return shown.partition("JobState=")[2].split()[0]
 
-    def until_state(self, job: str, *states: str, limit_s: float = 120) -> str:
+    def until_state(self, job: str, *states: str, limit_s: float = 200) -> str:
         assert self.wait(lambda: self.state(job) in states, limit_s), self.ask("scontrol", "show", "job", job)
         return self.state(job)
 
     @staticmethod
-    def wait(done: object, limit_s: float, poll_s: float = 0.1) -> bool:
+    def wait(done: Callable[[], object], limit_s: float, poll_s: float = 0.1) -> bool:
         """Whether it comes true in time."""
         end = time.monotonic() + limit_s
-        while not done():  # type: ignore[operator]
+        while not done():
             if time.monotonic() > end:
                 return False
             time.sleep(poll_s)
         return True
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what is left of clusters whose tests were killed."""
+    for owner in folder.glob(f"{NAME}*/{OWNER}"):
+        pid, tag = owner.read_text().split()
+        if not Path(f"/proc/{pid}").exists():
+            _remove(tag, owner.parent)
+
+
+def _remove(tag: str, folder: Path) -> None:
+    """End what is left on the nodes of a cluster, and remove its networks and its folder."""
+    spaces = [space.name for space in Path("/run/netns").glob(f"{tag}-*")]
+    _end_all(spaces)
+    for space in spaces:
+        subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+    subprocess.run(["ip", "link", "del", tag], check=False, capture_output=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_all(spaces: Sequence[str]) -> None:
+    """Kill until nothing is left: what is killed may have started more."""
+
+    def gone() -> bool:
+        pids = _inside(spaces)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not pids
+
+    assert Cluster.wait(gone, 10), _inside(spaces)
+
+
+def _inside(spaces: Sequence[str]) -> list[int]:
+    """Pids of all that runs in some network namespaces."""
+    numbers = {os.stat(f"/run/netns/{space}").st_ino for space in spaces}
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _space_of(int(entry)) in numbers]
 
 
 def _end_with_tests() -> None:

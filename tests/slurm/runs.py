@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,12 +50,34 @@ def headrace(cluster: Cluster, folder: Path, *words: str, limit_s: float = 120, 
     return Said(run.returncode, run.stdout)
 
 
+def shell(cluster: Cluster, folder: Path, lines: str, **environ: str) -> str:
+    """What lines say that a user types on the login node; all of them work."""
+    said = subprocess.run(
+        ["bash", "-ec", lines],
+        cwd=folder,
+        env=cluster.environ(PATH=f"{Path(HEADRACE).parent}:/usr/sbin:/usr/bin:/bin", **environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert said.returncode == 0, said.stdout
+    return said.stdout
+
+
+def job_in(said: str) -> str:
+    """The id of the job that `headrace submit` tells."""
+    (job,) = re.findall(r"\bjob (\d+):", said)
+    return str(job)
+
+
 def submit(cluster: Cluster, folder: Path, config: dict[str, Any], *words: str, **environ: str) -> str:
     """Write the config and send it; returns the id of the job."""
     (folder / "job.yaml").write_text(yaml.safe_dump(config))
     said = headrace(cluster, folder, "submit", "job.yaml", *words, **environ)
     assert said.status == 0, said.text
-    return said.text.partition("job ")[2].partition(":")[0]
+    return job_in(said.text)
 
 
 def profile(folder: Path, **keys: Any) -> tuple[str, str]:
@@ -119,6 +142,12 @@ def site(folder: Path, mpi: str, **keys: Any) -> tuple[str, ...]:
 def warn(cluster: Cluster, job: str) -> None:
     """What Slurm does before the time limit."""
     cluster.ask("scancel", "--batch", "--signal=USR2", job)
+
+
+def until_requeued(cluster: Cluster, job: str) -> None:
+    """Wait until the job is back in the queue, and have it stay there until `scontrol release`."""
+    cluster.until_state(job, "PENDING", limit_s=30)
+    cluster.ask("scontrol", "hold", job)
 
 
 def check_whole(folder: Path, steps: int, staleness: int = 1) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from cluster import Cluster
 from jobs import latency_config
-from runs import HEADRACE, RANKS, ROOT
+from runs import HEADRACE, RANKS, ROOT, job_in, shell
 
 from headrace.launcher.profile import Profile
 
@@ -18,21 +18,6 @@ PAGE = (ROOT / "docs/slurm.md").read_text()
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-
-
-def run(cluster: Cluster, folder: Path, line: str) -> str:
-    said = subprocess.run(
-        ["bash", "-c", line],
-        cwd=folder,
-        env=cluster.environ(HEADRACE=HEADRACE, PATH=f"{Path(HEADRACE).parent}:/usr/sbin:/usr/bin:/bin"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert said.returncode == 0, said.stdout
-    return said.stdout
 
 
 def folder_with_config(folder: Path) -> Path:
@@ -47,20 +32,21 @@ def test_every_command_of_the_page_works(cluster: Cluster, tmp_path: Path) -> No
     assert len(lines) == 3, "a new command needs a look at this test"
     dry, send, plain = lines
     folder = folder_with_config(tmp_path / "submitted")
-    script = run(cluster, folder, dry)
+    script = shell(cluster, folder, dry)
     assert not (folder / "runs").exists()
-    job = run(cluster, folder, send).partition("job ")[2].partition(":")[0]
+    job = job_in(shell(cluster, folder, send))
     assert (folder / "runs/job/job.sbatch").read_text() == script
     assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED"
     other = folder_with_config(tmp_path / "plain")
-    sent = run(cluster, other, plain.replace("sbatch ", "sbatch --nodes=4 --ntasks-per-node=2 ", 1))
+    line = plain.replace("sbatch ", "sbatch --nodes=4 --ntasks-per-node=2 ", 1)
+    sent = shell(cluster, other, line, HEADRACE=HEADRACE)
     assert cluster.until_state(sent.split()[-1], "COMPLETED", "FAILED") == "COMPLETED"
 
 
 def test_an_interactive_allocation_starts_the_ranks_on_its_nodes(cluster: Cluster, tmp_path: Path) -> None:
     (command,) = re.findall(r"`(headrace run my-config\.yaml launch\.starter=srun)`", PAGE)
     folder = folder_with_config(tmp_path / "shell")
-    said = run(cluster, folder, f"salloc --nodes=4 --ntasks-per-node=2 {command}")
+    said = shell(cluster, folder, f"salloc --nodes=4 --ntasks-per-node=2 {command}")
     assert "on 4 nodes of job" in said
     assert "step 5/5" in said
 
@@ -70,8 +56,7 @@ def test_the_profile_of_the_page_is_whole_and_loads(cluster: Cluster, tmp_path: 
     assert set(yaml.safe_load(text)) == set(Profile.model_fields)
     folder = folder_with_config(tmp_path / "site")
     (folder / "site.yaml").write_text(text)
-    said = run(cluster, folder, "headrace submit my-config.yaml --nodes 4 --profile site.yaml")
-    job = said.partition("job ")[2].partition(":")[0]
+    job = job_in(shell(cluster, folder, "headrace submit my-config.yaml --nodes 4 --profile site.yaml"))
     assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED"
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from cluster import Cluster
 from jobs import latency_config
-from runs import HEADRACE, ROOT, output, profile
+from runs import ROOT, job_in, output, profile, shell
 from stand_in_npu import install, notes
 from tiny import tiny_config
 
@@ -33,24 +33,7 @@ def user(cluster: Cluster, folder: Path, line: str, config: dict[str, Any], **en
     (folder / "my-config.yaml").write_text(yaml.safe_dump(config))
     found = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(folder / "npu"), *([found] if found else [])])
-    programs = f"{Path(HEADRACE).parent}:/usr/sbin:/usr/bin:/bin"
-    said = subprocess.run(
-        ["bash", "-ec", line],
-        cwd=folder,
-        env=cluster.environ(PYTHONPATH=path, PATH=programs, NPU_NOTES=str(folder / "notes"), **environ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert said.returncode == 0, said.stdout
-    return said.stdout
-
-
-def job_in(said: str) -> str:
-    (job,) = re.findall(r"\bjob (\d+):", said)
-    return str(job)
+    return shell(cluster, folder, line, PYTHONPATH=path, NPU_NOTES=str(folder / "notes"), **environ)
 
 
 def small() -> dict[str, Any]:

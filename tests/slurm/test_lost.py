@@ -23,12 +23,32 @@ from runs import (
 from tiny import tiny_config
 
 
+def rank_is_killed(cluster: Cluster, folder: Path, step: int, *options: str) -> str:
+    """The end of a job whose rank 5 is killed after a step."""
+    job = submit(cluster, folder, slow_job(), *options)
+    until_step(cluster, folder, step)
+    kill_rank(folder, 5)
+    return cluster.until_state(job, "COMPLETED", "FAILED")
+
+
+def node_is_lost(cluster: Cluster, folder: Path, node: str, *options: str, with_power: bool = True) -> None:
+    """A job goes on to its end though a node is cut off, or powered off."""
+    config = slow_job(run={"steps": STEPS, "silence_limit_s": 10, "heartbeat_s": 1})
+    job = submit(cluster, folder, config, *options)
+    until_step(cluster, folder, 12)
+    cluster.cut(node)
+    if not with_power:
+        cluster.power_off(node)
+    try:
+        assert cluster.until_state(job, "COMPLETED", "FAILED", limit_s=200) == "COMPLETED", output(folder)
+    finally:
+        cluster.mend(node)
+    check_whole(folder, STEPS)
+
+
 @both
 def test_a_killed_rank_is_named_and_ends_the_job(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
-    job = submit(cluster, tmp_path, slow_job(), *site(tmp_path, mpi))
-    until_step(cluster, tmp_path, 3)
-    kill_rank(tmp_path, 5)
-    assert cluster.until_state(job, "COMPLETED", "FAILED", limit_s=30) == "FAILED"
+    assert rank_is_killed(cluster, tmp_path, 3, *site(tmp_path, mpi)) == "FAILED"
     name = "Rank 5 (on node3)" if mpi == "openmpi" else "Rank 5"
     assert f"\nheadrace: {name} was ended by signal 9 (SIGKILL)" in output(tmp_path)
     assert not cluster.processes()
@@ -37,10 +57,7 @@ def test_a_killed_rank_is_named_and_ends_the_job(cluster: Cluster, tmp_path: Pat
 
 @both
 def test_a_killed_rank_is_replaced_within_the_allocation(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
-    job = submit(cluster, tmp_path, slow_job(), *site(tmp_path, mpi, relaunches=1))
-    until_step(cluster, tmp_path, 12)
-    kill_rank(tmp_path, 5)
-    assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
+    assert rank_is_killed(cluster, tmp_path, 12, *site(tmp_path, mpi, relaunches=1)) == "COMPLETED", output(tmp_path)
     assert "starting again, 1 of 1 times left" in output(tmp_path)
     assert re.search(r"step (6|11) was trained \d+ s after the failure", output(tmp_path)), output(tmp_path)
     check_whole(tmp_path, STEPS)
@@ -77,40 +94,17 @@ def test_a_rank_that_doesnt_come_is_named_with_its_node(cluster: Cluster, tmp_pa
 
 @both
 def test_a_node_that_is_cut_off_is_replaced_by_the_spare_one(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
-    options = [*site(tmp_path, mpi, relaunches=2)[:-1], "3", "--spare-nodes", "1"]
-    config = slow_job(run={"steps": STEPS, "silence_limit_s": 10, "heartbeat_s": 1})
-    job = submit(cluster, tmp_path, config, *options)
-    until_step(cluster, tmp_path, 12)
-    cluster.cut("node3")
-    try:
-        assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
-    finally:
-        cluster.mend("node3")
+    options = profile(tmp_path, mpi=mpi, relaunches=2)
+    node_is_lost(cluster, tmp_path, "node3", *options, "--nodes", "3", "--spare-nodes", "1")
     assert "starting again without node3, with node4 instead" in output(tmp_path)
-    check_whole(tmp_path, STEPS)
 
 
 def test_without_a_spare_node_the_run_goes_on_with_fewer_generators(cluster: Cluster, tmp_path: Path) -> None:
-    config = slow_job(run={"steps": STEPS, "silence_limit_s": 10, "heartbeat_s": 1})
-    job = submit(cluster, tmp_path, config, *site(tmp_path, "openmpi", relaunches=2))
-    until_step(cluster, tmp_path, 12)
-    cluster.cut("node3")
-    try:
-        assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
-    finally:
-        cluster.mend("node3")
+    node_is_lost(cluster, tmp_path, "node3", *site(tmp_path, "openmpi", relaunches=2))
     assert "starting again without node3, on 6 ranks" in output(tmp_path)
-    check_whole(tmp_path, STEPS)
 
 
 def test_loss_of_the_batch_host_brings_the_job_back_on_other_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    job = submit(cluster, tmp_path, slow_job(), *site(tmp_path, "openmpi")[:-1], "3")
-    until_step(cluster, tmp_path, 12)
-    cluster.cut("node1")
-    cluster.power_off("node1")
-    try:
-        assert cluster.until_state(job, "COMPLETED", "FAILED", limit_s=200) == "COMPLETED", output(tmp_path)
-    finally:
-        cluster.mend("node1")
+    options = profile(tmp_path, mpi="openmpi")
+    node_is_lost(cluster, tmp_path, "node1", *options, "--nodes", "3", with_power=False)
     assert "  node4: " in output(tmp_path)
-    check_whole(tmp_path, STEPS)

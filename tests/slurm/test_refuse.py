@@ -14,6 +14,7 @@ from runs import (
     STEPS,
     check_whole,
     headrace,
+    job_in,
     kill_rank,
     metrics,
     output,
@@ -107,7 +108,7 @@ def test_ten_submits_at_once_are_ten_runs(cluster: Cluster, tmp_path: Path) -> N
     with ThreadPoolExecutor() as pool:
         words = [("submit", "job.yaml", *site, f"run.name=run{number}") for number in range(10)]
         said = list(pool.map(lambda each: headrace(cluster, tmp_path, *each), words))
-    jobs = [one.text.partition("job ")[2].partition(":")[0] for one in said]
+    jobs = [job_in(one.text) for one in said]
     assert len(set(jobs)) == 10, said
     for number, job in enumerate(jobs):
         assert cluster.until_state(job, "COMPLETED", "FAILED") == "COMPLETED"

@@ -55,7 +55,7 @@ def check_same(folder: Path, local: Path) -> None:
     ("starter", "mpi", "said"),
     [
         ("srun", "openmpi", "srun (openmpi, --mpi=pmix) on 4 nodes"),
-        ("mpirun", "openmpi", "prterun) on 4 nodes"),
+        pytest.param("mpirun", "openmpi", "prterun) on 4 nodes", marks=pytest.mark.slurm_full),
         ("mpirun", "mpich", "mpiexec.hydra) on 4 nodes"),
     ],
 )
