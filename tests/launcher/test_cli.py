@@ -147,7 +147,7 @@ def test_a_full_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     file = config(LATENCY)
-    monkeypatch.setattr("headrace.launcher.runfolder._write", full)
+    monkeypatch.setattr("headrace.launcher.runfolder.write_whole", full)
     paragraph = refused("run", file)
     assert "runs/x can't be written: No space left on device (" in paragraph
     assert "GiB free). Free some space" in paragraph

@@ -189,7 +189,7 @@ def test_a_picture_for_which_there_is_no_space_is_told(tmp_path: Path, monkeypat
         raise OSError(28, "No space left on device")
 
     append(tmp_path / "metrics.jsonl", row(1), row(2))
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    monkeypatch.setattr("headrace.launcher.plots.write_whole", full)
     with pytest.raises(HeadraceError, match=r"learning_curve\.png can't be written: No space left"):
         learning_curve(tmp_path)
     assert not (tmp_path / "learning_curve.png").exists()

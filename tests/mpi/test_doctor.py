@@ -27,7 +27,7 @@ MACHINE = ("MPI", "versions", "environment", "host name", "free space", "file sy
 SBATCH = '#!/bin/sh\necho "$2" > {folder}/script\nsh "$2" > {folder}/output 2>&1 &\necho 7\n'
 SRUN = """\
 #!/bin/sh
-[ "$1" = --mpi=list ] && echo "MPI plugin types are... none pmi2" && exit
+[ "$1" = --mpi=list ] && echo "MPI plugin types are... none cray_shasta" && exit
 echo "$@" > {folder}/srun
 while [ "${{1#--}}" != "$1" ]; do shift; done
 exec {mpirun} -n 3 "$@"
@@ -89,7 +89,7 @@ def test_nodes_are_examined_in_a_job(folder: Path) -> None:
     found = lines(examined(folder, *example(2)))
     assert set(WORLD) <= set(found)
     assert "FAIL" not in found.values()
-    assert "--mpi=pmi2 --ntasks=3" in (folder / "srun").read_text()
+    assert "--mpi=cray_shasta --ntasks=3" in (folder / "srun").read_text()
     assert not list(folder.glob("**/.doctor-*")), "nothing stays"
 
 

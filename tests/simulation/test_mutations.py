@@ -48,7 +48,7 @@ DUE, STUCK = "is due at", "^ledger 0, step"
 
 CASES = {
     "started counted instead of granted": Case(mutants.count_only_started, PAIR, DUE),
-    "no min_version": Case(mutants.no_min_version, PAIR, "began ticket"),
+    "no min_version": Case(mutants.no_min_version, PAIR, "started ticket"),
     "local caps rounded down": Case(
         local_caps(lambda c, n: c // n), Setup(spec(3, 0.0), ledgers=2, generators=2, room=4), STUCK
     ),
