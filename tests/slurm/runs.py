@@ -121,11 +121,12 @@ def last_checkpoint(folder: Path) -> Path:
     return folder / f"runs/job/checkpoints/step_{checkpoints(folder)[-1]:06d}"
 
 
-def check_nothing_half(folder: Path) -> None:
-    """No temporary file or folder is left by writes that were cut."""
+def check_nothing_half(folder: Path, killed: bool = False) -> None:
+    """No temporary file or folder is left by writes that were cut. What ranks that were `killed` were writing keeps the
+    name that no checkpoint has, and goes with the next one (`tests/train/test_checkpoint.py`)."""
     checkpoint = folder / "runs/job/checkpoints"
     half = [path for path in checkpoint.glob("*") if path.is_dir() and not (path / "COMPLETE").exists()]
-    assert not half, half
+    assert not [path for path in half if not (killed and path.suffix == ".writing")], half
 
 
 def slow_job(steps: int = STEPS, **sections: dict[str, Any]) -> dict[str, Any]:

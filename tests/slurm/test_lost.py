@@ -52,7 +52,7 @@ def test_a_killed_rank_is_named_and_ends_the_job(cluster: Cluster, tmp_path: Pat
     name = "Rank 5 (on node3)" if mpi == "openmpi" else "Rank 5"
     assert f"\nheadrace: {name} was ended by signal 9 (SIGKILL)" in output(tmp_path)
     assert not cluster.processes()
-    check_nothing_half(tmp_path)
+    check_nothing_half(tmp_path, killed=True)
 
 
 @both

@@ -78,7 +78,7 @@ def test_scancel_leaves_no_process_and_no_half_checkpoint(cluster: Cluster, tmp_
     cluster.until_state(job, "CANCELLED", limit_s=30)
     assert cluster.wait(lambda: not cluster.processes(), 20)
     assert checkpoints(tmp_path)
-    check_nothing_half(tmp_path)
+    check_nothing_half(tmp_path, killed=True)
 
 
 def test_headrace_cancel_leaves_a_checkpoint_and_isnt_requeued(cluster: Cluster, tmp_path: Path) -> None:

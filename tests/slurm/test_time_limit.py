@@ -116,7 +116,7 @@ def test_ranks_that_are_too_slow_for_a_checkpoint_are_killed_and_the_job_goes_ba
     warn(cluster, job)
     cluster.until_state(job, "PENDING", limit_s=30)
     assert "back into the queue, restart 1 of 1" in output(tmp_path)
-    check_nothing_half(tmp_path)
+    check_nothing_half(tmp_path, killed=True)
     until_step(cluster, tmp_path, 3)
     for _ in range(2):
         warn(cluster, job)
@@ -124,4 +124,4 @@ def test_ranks_that_are_too_slow_for_a_checkpoint_are_killed_and_the_job_goes_ba
     cluster.until_state(job, "FAILED", limit_s=30)
     assert "all 1 restarts are used up; `sbatch runs/job/job.sbatch` goes on" in output(tmp_path)
     assert not cluster.processes()
-    check_nothing_half(tmp_path)
+    check_nothing_half(tmp_path, killed=True)
