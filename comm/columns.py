@@ -75,11 +75,6 @@ class Column:
         """The data as bytes [nbytes], sharing their memory."""
         return self.data.reshape(-1).view(np.uint8)
 
-    @property
-    def scalar(self) -> bool:
-        """One number per sample."""
-        return not self.ragged and self.data.ndim == 1
-
 
 @dataclass(frozen=True, slots=True)
 class Group(Generic[K]):
@@ -188,9 +183,10 @@ def pack_groups(schema: Schema, groups: Iterable[Group[Any]], eager_bytes: int =
     for group in groups:
         columns = []
         for name, column in group.columns.items():
-            eager = column.scalar or column.data.nbytes < eager_bytes
+            field = schema.fields[name]
+            eager = field.scalar or column.data.nbytes < eager_bytes
             data = column.data.tobytes() if eager else None
-            columns.append(_ColumnHeader(name, schema.fields[name].dtype, column.lengths, data))
+            columns.append(_ColumnHeader(name, field.dtype, column.lengths, data))
             if not eager:
                 buffers.append(column.bytes)
         headers.append(_GroupHeader(group.key, group.samples, columns, [*group.texts.items()]))

@@ -56,8 +56,8 @@ class _Snapshot:
     manifest: bytes = b""
     pulled_by: dict[int, int] = field(default_factory=dict)
     """Generator rank → the bucket it asked for last. Whoever is in here pins the snapshot."""
-    compared_by: dict[int, int] = field(default_factory=dict)
-    """The same for those that are told what has changed since this version."""
+    compared_by: set[int] = field(default_factory=set)
+    """Generators that are told what has changed since this version; they pin it, too."""
     by_changes: bool = False
     """Told by its changes, where the generator has a version that is here."""
     changes: dict[tuple[int, int], tuple[Buffer, ...]] = field(default_factory=dict)
@@ -127,6 +127,7 @@ class MpiPublisher:
     def drop(self, generator: int) -> None:
         """The generator has died: nothing is sent to it, no snapshot is kept for it. Called by the courier."""
         self._generators = tuple(each for each in self._generators if each != generator)
+        self._pulls.pop(generator, None)
         with self._changed:
             self._unpin(generator)
 
@@ -165,7 +166,7 @@ class MpiPublisher:
                 snapshot.pulled_by[generator] = pull.bucket
                 base = self._find(pull.base) if snapshot.by_changes else None
             if base is not None:
-                base.compared_by[generator] = pull.bucket
+                base.compared_by.add(generator)
         if snapshot is None:
             self._transport.send(generator, WeightsPart(pull.version, pull.bucket, buckets=0, manifest=None))
             return
@@ -217,7 +218,7 @@ class MpiPublisher:
         """A generator pulls one version at a time. The caller holds the lock."""
         for snapshot in self._snapshots:
             snapshot.pulled_by.pop(generator, None)
-            snapshot.compared_by.pop(generator, None)
+            snapshot.compared_by.discard(generator)
         self._changed.notify_all()
 
     def _complaint(self, version: int) -> str:

@@ -183,7 +183,7 @@ def image_of(records: Sequence[Record]) -> bytes:
             parts = [np.frombuffer(header, np.uint8), *buffers]
             place = file.create_group(f"{ticket:09d}_{attempt}{'' if finished else '_unfinished'}")
             values = {"header": parts[0]} | {
-                name: column.data for name, column in group.columns.items() if not column.scalar
+                name: column.data for name, column in group.columns.items() if not TRAJECTORY.fields[name].scalar
             }
             datasets = [place.create_dataset(name, data=data).id for name, data in values.items()]
             places = [(dataset.get_offset() or 0, part.nbytes) for dataset, part in zip(datasets, parts, strict=True)]

@@ -52,7 +52,7 @@ class Pace:
         """When the present step began; how long the last took, 0 in the first."""
         self._step_ended = True
         self._longest_pause = LONGEST_PAUSE_S
-        """After the beginning of a round, until the next, whatever happens."""
+        """After the beginning of a round, until the next, whatever happens; kept, since every message asks."""
 
     @property
     def standings(self) -> Sequence[Standing]:

@@ -23,12 +23,12 @@ from runs import (
 from tiny import tiny_config
 
 
-def rank_is_killed(cluster: Cluster, folder: Path, step: int, *options: str) -> str:
-    """The end of a job whose rank 5 is killed after a step."""
+def rank_is_killed(cluster: Cluster, folder: Path, step: int, *options: str, limit_s: float) -> str:
+    """The end of a job whose rank 5 is killed after a step; it comes within a limit, in seconds."""
     job = submit(cluster, folder, slow_job(), *options)
     until_step(cluster, folder, step)
     kill_rank(folder, 5)
-    return cluster.until_state(job, "COMPLETED", "FAILED")
+    return cluster.until_state(job, "COMPLETED", "FAILED", limit_s=limit_s)
 
 
 def node_is_lost(cluster: Cluster, folder: Path, node: str, *options: str, with_power: bool = True) -> None:
@@ -48,7 +48,7 @@ def node_is_lost(cluster: Cluster, folder: Path, node: str, *options: str, with_
 
 @both
 def test_a_killed_rank_is_named_and_ends_the_job(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
-    assert rank_is_killed(cluster, tmp_path, 3, *site(tmp_path, mpi)) == "FAILED"
+    assert rank_is_killed(cluster, tmp_path, 3, *site(tmp_path, mpi), limit_s=30) == "FAILED"
     name = "Rank 5 (on node3)" if mpi == "openmpi" else "Rank 5"
     assert f"\nheadrace: {name} was ended by signal 9 (SIGKILL)" in output(tmp_path)
     assert not cluster.processes()
@@ -57,7 +57,8 @@ def test_a_killed_rank_is_named_and_ends_the_job(cluster: Cluster, tmp_path: Pat
 
 @both
 def test_a_killed_rank_is_replaced_within_the_allocation(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
-    assert rank_is_killed(cluster, tmp_path, 12, *site(tmp_path, mpi, relaunches=1)) == "COMPLETED", output(tmp_path)
+    options = site(tmp_path, mpi, relaunches=1)
+    assert rank_is_killed(cluster, tmp_path, 12, *options, limit_s=120) == "COMPLETED", output(tmp_path)
     assert "starting again, 1 of 1 times left" in output(tmp_path)
     assert re.search(r"step (6|11) was trained \d+ s after the failure", output(tmp_path)), output(tmp_path)
     check_whole(tmp_path, STEPS)
