@@ -55,9 +55,15 @@ def run_with_fault(folder: Path, fault: str, tree: dict[str, Any]) -> tuple[list
 
 
 def run_with_kills(
-    folder: Path, tree: dict[str, Any], kills: dict[int, int], *options: str, stop_after: int | None = None
+    folder: Path,
+    tree: dict[str, Any],
+    kills: dict[int, int],
+    *options: str,
+    stop_after: int | None = None,
+    limit_s: float = 60,
 ) -> tuple[list[dict[str, Any]], str, int]:
-    """A job of which ranks are killed, `kills` tells after how many steps, and which may be asked to stop."""
+    """A job of which ranks are killed, `kills` tells after how many steps, and which may be asked to stop. It ends
+    within a limit after that, in seconds."""
     job = start_job(tree, folder, *options, mpi="openmpi")
     try:
         for rank, steps in kills.items():
@@ -65,7 +71,7 @@ def run_with_kills(
         if stop_after is not None:
             await_steps(job, folder, stop_after)
             job.terminate()
-        output, _ = job.communicate(timeout=120)
+        output, _ = job.communicate(timeout=limit_s)
     finally:
         job.kill()
     return metrics_of(folder), output, job.returncode
@@ -96,7 +102,7 @@ def test_those_that_are_left_go_on_when_a_rank_dies_with_transfers_under_way() -
 def test_the_run_goes_on_without_two_of_three_generators(tmp_path: Path) -> None:
     assert "headrace run my-config.yaml launch.repair=true launch.mpi=openmpi\n" in DOCS.read_text()
     tree = config(launch={"repair": False})
-    metrics, output, status = run_with_kills(tmp_path, tree, {4: 8, 2: 20}, "launch.repair=true")
+    metrics, output, status = run_with_kills(tmp_path, tree, {4: 8, 2: 20}, "launch.repair=true", limit_s=120)
     assert status == 0, output
     check_whole(metrics)
     check_told(output, 4, 2)
@@ -139,7 +145,7 @@ def test_a_real_engine_goes_on_and_the_last_evaluation_is_of_all_tasks(tmp_path:
         eval={"tasks": 10},
         launch={"repair": True},
     )
-    metrics, output, status = run_with_kills(tmp_path, tree, {2: 3})
+    metrics, output, status = run_with_kills(tmp_path, tree, {2: 3}, limit_s=200)
     assert status == 0, output
     check_whole(metrics, steps=12)
     check_told(output, 2)
