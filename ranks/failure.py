@@ -18,6 +18,7 @@ from typing import NoReturn, TextIO
 
 from headrace.comm.errors import HeadraceError, PeerLostError, WaitLimitError
 from headrace.comm.files import write_whole
+from headrace.comm.last_words import wait_until_read
 from headrace.ranks.lifeline import Lifeline
 from headrace.ranks.seat import NUMBERS, rank_of
 
@@ -90,6 +91,7 @@ class Failure:
             told = False
         if not told and self.terminal is not None:
             self.terminal.write(text + "\n")
+            wait_until_read([self.terminal])
 
     def watch_threads(self) -> None:
         """End the job when any thread dies of an exception."""

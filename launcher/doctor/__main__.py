@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from headrace.comm.errors import HeadraceError
+from headrace.comm.last_words import wait_until_read
 from headrace.comm.mpi import check_world
 from headrace.launcher.doctor import hosts, network
 from headrace.launcher.doctor.findings import Finding, fail, failed, guarded, ok, show
@@ -213,7 +214,7 @@ def _publish(findings: Sequence[Finding], world: World, file: Path | None) -> No
 
 
 def _abort(comm: MPI.Comm) -> NoReturn:
-    sys.stdout.flush()
+    wait_until_read((sys.stdout, sys.stderr))
     comm.Abort(1)
     sys.exit(1)
 

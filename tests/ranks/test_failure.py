@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
+import tempfile
 
 import pytest
 
@@ -23,11 +23,12 @@ def fail(folder, error, quoted):
         raise JobAbortedError
 
     failure = Failure(folder, 1, abort)
-    failure.terminal = io.StringIO()
     failure.quoted = quoted
-    with pytest.raises(JobAbortedError):
-        failure(error)
-    return failure.terminal.getvalue()
+    with tempfile.TemporaryFile("w+") as failure.terminal:
+        with pytest.raises(JobAbortedError):
+            failure(error)
+        failure.terminal.seek(0)
+        return failure.terminal.read()
 
 
 def test_a_mistake_is_left_as_its_paragraph_and_a_defect_with_its_traceback(tmp_path, capsys):

@@ -8,6 +8,7 @@ import time
 from mpi4py import MPI
 
 from headrace.comm.errors import HeadraceError
+from headrace.comm.last_words import wait_until_read
 from headrace.launcher.doctor.talk import Talk
 
 talk = Talk(MPI.COMM_WORLD, limit_s=0.5)
@@ -26,5 +27,6 @@ try:
 except HeadraceError as error:
     print(f"rank {talk.rank}: {type(error).__name__}: {error}", flush=True)
     if sys.argv[1] == "sleeps":
+        wait_until_read([sys.stdout])
         MPI.COMM_WORLD.Abort(3)
 assert talk.stage("go on", int, lambda: talk.rank) == [0, 1, 2]
