@@ -59,7 +59,6 @@ def pull_all(consumer: ExchangeConsumer, courier: Courier, groups: int, in_fligh
     def ask(count: int) -> Iterator[int]:
         for ticket in islice(tickets, count):
             yield consumer.pull(OWNER, [(ticket, 0)])
-        courier.wake()
 
     under_way += ask(in_flight)
     while under_way:

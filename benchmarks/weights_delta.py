@@ -106,7 +106,6 @@ class Bench:
         data = self._data[min(place, 2 * VERSIONS - 2 - place)]
         pieces = zip(SPECS, np.split(data, TENSORS), strict=True)
         self.service.publish(self._version, (WeightTensor(spec, piece) for spec, piece in pieces))
-        self.courier.wake()
 
     def _take(self) -> None:
         while (found := self.service.take()) is None:

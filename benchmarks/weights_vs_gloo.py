@@ -84,7 +84,6 @@ class Bench:
         self.service.publish(  # type: ignore[union-attr]
             self.version, (WeightTensor(spec, data) for spec, data in zip(specs, self.weights, strict=True))
         )
-        self.courier.wake()
 
     def _take(self) -> None:
         while (found := self.service.take()) is None:  # type: ignore[union-attr]

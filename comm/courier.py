@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from enum import IntEnum
 from typing import TypeVar
 
 from headrace.comm.errors import WaitLimitError
@@ -28,6 +29,15 @@ SHORTEST_NAP_S = 20e-6
 LONGEST_NAP_S = 20e-3
 
 T = TypeVar("T")
+
+
+class Turn(IntEnum):
+    """What happened in a turn."""
+
+    IDLE = 0
+    PENDING = 1
+    """Nothing, but messages are on their way."""
+    BUSY = 2
 
 
 class Courier:
@@ -56,15 +66,12 @@ class Courier:
         self._wake = threading.Event()  # SimpleQueue.get with a time-out may wait for ever in Python 3.11
         self._leaving = threading.Event()
         self._on_error = on_error
+        transport.wake = self._wake.set
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
 
     def submit(self, command: Callable[[], None]) -> None:
         """Have the courier run a command soon; from any thread."""
         self._commands.put(command)
-        self.wake()
-
-    def wake(self) -> None:
-        """End its nap: something was queued at a service, by any thread."""
         self._wake.set()
 
     def call(self, command: Callable[[], T], limit_s: float) -> T:
@@ -99,13 +106,13 @@ class Courier:
             WaitLimitError: that took longer than the limit.
         """
         self._leaving.set()
-        self.wake()
+        self._wake.set()
         self._thread.join(limit_s)
         if self._thread.is_alive():
             raise WaitLimitError(f"The courier of rank {self.transport.rank} didn't finish within {limit_s:.0f} s.")
 
-    def pump(self) -> bool:
-        """One turn: commands, messages, ticks. Returns whether anything happened."""
+    def pump(self) -> Turn:
+        """One turn: commands, messages, ticks."""
         busy = self._run_commands()
         now = time.monotonic()
         arrived, self._early = self._early + self.transport.poll(), []
@@ -116,7 +123,9 @@ class Courier:
             service.tick(now)
         if arrived:
             self.news.set()
-        return busy or self.transport.pending > 0
+        if busy:
+            return Turn.BUSY
+        return Turn.PENDING if self.transport.pending else Turn.IDLE
 
     def _run_commands(self) -> bool:
         ran = False
@@ -130,10 +139,12 @@ class Courier:
         try:
             while True:
                 leaving = self._leaving.is_set()  # read first: what was submitted before it was set is done then
-                busy = self.pump()
-                if leaving and not busy:
+                turn = self.pump()
+                if leaving and turn is Turn.IDLE:
                     return
-                nap = SHORTEST_NAP_S if busy else min(2 * nap, LONGEST_NAP_S)
+                nap = SHORTEST_NAP_S if turn is not Turn.IDLE else min(2 * nap, LONGEST_NAP_S)
+                if turn is Turn.BUSY:
+                    continue  # what a transfer waits for may have arrived while the last one was dealt with
                 if self._wake.wait(nap):
                     self._wake.clear()
                     nap = SHORTEST_NAP_S

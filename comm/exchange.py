@@ -206,6 +206,7 @@ class ExchangeConsumer:
         """Tell a rank (at the next tick) to forget groups."""
         with self._lock:
             self._outbox.append((owner, Release([*keys])))
+        self._transport.wake()
 
     def take(self, number: int) -> Groups | None:
         """The groups of a request, once: None while they haven't come. Their columns are views of what arrived.
@@ -261,6 +262,7 @@ class ExchangeConsumer:
             self._next += 1
             self._requests[number] = _Request(owner, message(number))
             self._outbox.append((owner, number))
+        self._transport.wake()
         return number
 
     def _stamped(self, item: int | Release, now: float) -> Message | None:

@@ -29,7 +29,7 @@ from headrace.comm import wire
 from headrace.comm.buffers import BufferPool
 from headrace.comm.errors import HeadraceError, PeerLostError, WaitLimitError
 from headrace.comm.messages import Message
-from headrace.comm.transport import Buffer, Placer, Received
+from headrace.comm.transport import Buffer, Placer, Received, nobody
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,6 +38,11 @@ HEADER_TAG = 1
 PAYLOAD_TAG = 2
 ULFM_ON = "OMPI_MCA_mpi_ft_enable"
 """What `mpirun --with-ft ulfm` sets to 1 for the ranks."""
+LOOKS = 32
+"""Further looks for headers in a poll while messages arrive; a look takes about a microsecond."""
+BYTES_PER_POLL = 16 << 20
+"""Once so much has been begun to be received in a poll, the rest waits for the next one. Within a node, MPI copies what
+is received at once; so what was whole first is dealt with while the next is copied."""
 HEADERS_PER_POLL = 256
 """So that a flood of messages can't keep one `poll` busy for ever."""
 
@@ -81,6 +86,8 @@ class MpiTransport:
 
         self.on_lost: Callable[[int], None] = ends_the_job
         """Called by `poll` with every rank that has died; once it returns, nothing comes from that rank any more."""
+        self.wake: Callable[[], None] = nobody
+        """See `Transport.wake`."""
         self.lost: set[int] = set()
         """Ranks that have died."""
         self._buried: list[object] = []
@@ -91,6 +98,7 @@ class MpiTransport:
         self.survives = survives
         self._outgoing: list[_Outgoing] = []
         self._incoming: dict[int, deque[_Incoming]] = {}
+        self._budget = BYTES_PER_POLL
         self._pool = BufferPool()
         self._placers: dict[type[Message], Placer] = {}
         self.rank: int = comm.Get_rank()
@@ -126,6 +134,7 @@ class MpiTransport:
             WireError: a rank sent what can't be read.
         """
         self._accept_headers()
+        self._budget = BYTES_PER_POLL
         received = [item for source in list(self._incoming) for item in self._deliver(source)]
         self._outgoing = [item for item in self._outgoing if not self._complete(item.requests, item.target)]
         return received
@@ -152,8 +161,13 @@ class MpiTransport:
                 yield buffer[start : start + self._chunk_bytes]
 
     def _accept_headers(self) -> None:
-        """Begin to receive the headers that are there. (A blocking receive would wait for a long one's sender.)"""
+        """Begin to receive the headers that are there. (A blocking receive would wait for a long one's sender.)
+
+        MPICH takes in one packet per call, so the header of a message hides behind the payloads of those before it: one
+        look isn't enough while messages arrive, and without the header nothing of it would move until they are whole.
+        """
         status = self._mpi.Status()
+        misses = 0
         for _ in range(HEADERS_PER_POLL):
             try:
                 found = self._comm.Improbe(self._mpi.ANY_SOURCE, HEADER_TAG, status)
@@ -161,7 +175,10 @@ class MpiTransport:
                 self._bury(error)
                 continue
             if found is None:
-                return
+                misses += 1
+                if misses > (LOOKS if self._incoming else 0):
+                    return
+                continue
             self._accept(found, status.Get_source(), status.Get_count(self._mpi.BYTE))
 
     def _accept(self, found: MPI.Message, source: int, size: int) -> None:
@@ -178,19 +195,21 @@ class MpiTransport:
 
     def _deliver(self, source: int) -> Iterator[Received]:
         """Take the messages of one source a step further, in order; yield those that are whole."""
-        queue = self._incoming[source]
+        queue, budget = self._incoming[source], self._budget
         self._post_payloads(source, queue)
         while queue and (message := queue[0].message) is not None and self._complete(queue[0].payload, source):
             yield Received(source, message, queue.popleft().buffers)
         if not queue:
             del self._incoming[source]
+        elif self._budget < budget:  # the next source's turn: the budget of a poll may not be enough for all
+            self._incoming[source] = self._incoming.pop(source)
 
     def _post_payloads(self, source: int, queue: deque[_Incoming]) -> None:
         """Decode the headers that have arrived, up to the first that hasn't, and receive their payloads in place."""
         for item in queue:
             if item.message is not None:
                 continue
-            if not self._complete([item.header], source):
+            if self._budget <= 0 or not self._complete([item.header], source):
                 return
             message, sizes = wire.decode(item.frame.data, source)
             placer = self._placers.get(type(message), self._from_pool)
@@ -202,6 +221,7 @@ class MpiTransport:
                 self._excuse(error, source)
                 return
             item.message = message
+            self._budget -= sum(sizes)
 
     def _from_pool(self, source: int, message: Message, sizes: list[int]) -> list[Buffer]:
         return [self._pool.take(size) for size in sizes]

@@ -68,6 +68,7 @@ class Exchange:
     def _open(self, transport: Transport, schema: Schema, limit_s: float) -> None:
         self.rank, self.size = transport.rank, transport.size
         self.schema = schema
+        self._transport = transport
         self._limit_s = limit_s
         self._error: BaseException | None = None
         self._store = SampleStore(schema)
@@ -90,7 +91,7 @@ class Exchange:
         """
         self._check()
         self._store.put(key, samples, partition)
-        self._courier.wake()
+        self._transport.wake()
 
     def get(
         self,
@@ -156,7 +157,6 @@ class Exchange:
         """Tell a rank to forget groups, without waiting; what it lacks is passed over. Arrays that were got stay."""
         self._check()
         self._consumer.release(owner, keys)
-        self._courier.wake()
 
     def statistics(self) -> StoreStatistics:
         """What this rank keeps."""
@@ -187,7 +187,6 @@ class Exchange:
             self.close()
 
     def _answer(self, owner: int, number: int, limit_s: float, asked: str) -> Groups:
-        self._courier.wake()
         try:
             return self._wait(
                 lambda: self._consumer.take(number),

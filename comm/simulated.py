@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from headrace.comm import wire
 from headrace.comm.messages import Message
-from headrace.comm.transport import Buffer, Placer, Received
+from headrace.comm.transport import Buffer, Placer, Received, nobody
 
 Delay = Callable[[int, int, random.Random], float]
 """(source, target, the network's random numbers) → seconds until one message arrives."""
@@ -141,6 +141,8 @@ class SimulatedTransport:
     pending = 0
 
     def __init__(self, network: SimulatedNetwork, rank: int) -> None:
+        self.wake: Callable[[], None] = nobody
+        """See `Transport.wake`."""
         self.rank = rank
         self.size = network.size
         self._network = network

@@ -32,8 +32,15 @@ Placer = Callable[[int, Message, list[int]], Sequence[Buffer]]
 """(source, message, sizes of its buffers in bytes) → memory of these sizes that they are to arrive in."""
 
 
+def nobody() -> None:
+    """`wake` of a transport that nobody naps over."""
+
+
 class Transport(Protocol):
     """Point-to-point messages between the ranks of one job."""
+
+    wake: Callable[[], None]
+    """Ends the nap of the thread that polls; for services that were given something to send by another thread."""
 
     @property
     def rank(self) -> int: ...

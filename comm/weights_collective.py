@@ -186,6 +186,7 @@ class CollectivePublisher:
         """Have the version announced, and wait until every generator has joined."""
         with self._changed:
             self._version = version
+            self._transport.wake()
             if not self._changed.wait_for(lambda: not self._missing(), self._wait_limit_s):
                 raise WaitLimitError(self._complaint())
 
@@ -255,6 +256,7 @@ class CollectiveSubscriber:
             if version is None:
                 return None
             self._joining = version
+        self._transport.wake()
         if self._held:
             raise RuntimeError(f"version {self._taken} must be released before version {version} is taken")
         tensors = assemble(version, {trainer: self._fill(trainer, version) for trainer in self._round.trainers})

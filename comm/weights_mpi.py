@@ -116,6 +116,7 @@ class MpiPublisher:
             snapshot.share, snapshot.manifest, snapshot.version = share, manifest, version
             snapshot.by_changes, snapshot.changes = self._cheaper is not None and self._cheaper.choose(), {}
             self._newest = version
+        self._transport.wake()
 
     def receive(self, received: Received, now: float) -> None:
         match received.message:

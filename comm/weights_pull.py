@@ -248,6 +248,7 @@ class MpiSubscriber:
     def _release(self, staging: _Staging) -> None:
         with self._lock:
             staging.free = True
+        self._transport.wake()
 
     def _check_limits(self, now: float) -> None:
         if self._filling is not None:

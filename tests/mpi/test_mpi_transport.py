@@ -21,6 +21,11 @@ def test_random_messages_arrive_whole_and_in_the_order_of_each_pair(mpi: str, ra
     assert sum(counts) == 40 * ranks * ranks + ranks * ranks
 
 
+def test_large_messages_of_two_sources_arrive_in_turn(mpi: str) -> None:
+    ended = run_ranks(mpi, 3, "many_large").check()
+    assert "all arrived, in turn" in ended.stdout
+
+
 def test_samples_are_pulled_from_several_owners(mpi: str) -> None:
     ended = run_ranks(mpi, 3, "pull_samples").check()
     assert "refused: Pulling samples from rank 0 failed: Not in the store" in ended.stdout
