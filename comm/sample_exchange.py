@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Exchange", "ExchangeError", "Field", "Group", "Schema", "fixed", "ragged", "text"]
 
+SILENT = "It has died, hasn't opened its exchange, or is only slow: look at the end of its output, or raise limit_s."
+
+FULL = (
+    "Groups stay until they are released: release them once all consumers have had them, from another rank or thread; "
+    "or raise memory_bytes, or limit_s."
+)
+
 LOOK_S = 0.05
 """How often a waiting thread looks for what it waits for, at the least: another may have taken the news away."""
 
@@ -49,29 +56,37 @@ class Exchange:
             the exchange calls MPI while it is open; other calls meanwhile need `MPI_THREAD_MULTIPLE`, which mpi4py
             asks for.
         schema: what samples consist of.
-        limit_s: how long an answer may take, in seconds.
+        limit_s: how long an answer, or room for a group, may take, in seconds.
+        memory_bytes: most that this rank keeps, in bytes of columns: `put` waits for room. None: whatever is put.
+
+    Raises:
+        ExchangeError: `memory_bytes` is less than 1.
     """
 
-    def __init__(self, comm: MPI.Comm, schema: Schema, limit_s: float = 300.0) -> None:
+    def __init__(
+        self, comm: MPI.Comm, schema: Schema, limit_s: float = 300.0, memory_bytes: float | None = None
+    ) -> None:
         from headrace.comm.mpi import MpiTransport, check_threads
 
         check_threads()
-        self._open(MpiTransport(comm.Dup()), schema, limit_s)
+        self._open(MpiTransport(comm.Dup()), schema, limit_s, memory_bytes)
 
     @classmethod
-    def over(cls, transport: Transport, schema: Schema, limit_s: float = 300.0) -> Exchange:
+    def over(
+        cls, transport: Transport, schema: Schema, limit_s: float = 300.0, memory_bytes: float | None = None
+    ) -> Exchange:
         """The same over a transport that nothing else uses."""
         exchange = cls.__new__(cls)
-        exchange._open(transport, schema, limit_s)
+        exchange._open(transport, schema, limit_s, memory_bytes)
         return exchange
 
-    def _open(self, transport: Transport, schema: Schema, limit_s: float) -> None:
+    def _open(self, transport: Transport, schema: Schema, limit_s: float, memory_bytes: float | None) -> None:
         self.rank, self.size = transport.rank, transport.size
         self.schema = schema
         self._transport = transport
         self._limit_s = limit_s
         self._error: BaseException | None = None
-        self._store = SampleStore(schema)
+        self._store = SampleStore(schema, memory_bytes)
         self._consumer = ExchangeConsumer(transport, schema)
         self._farewells = _Farewells(transport)
         services: list[Service] = [ExchangeOwner(transport, self._store), self._consumer, self._farewells]
@@ -80,6 +95,8 @@ class Exchange:
 
     def put(self, key: Key, samples: Sample | Sequence[Sample], partition: str = TRAIN) -> None:
         """Keep one sample, or a group of them, on this rank: they are copied once, and may be changed afterwards.
+        Returns when there is room beside what is kept, see `memory_bytes`; a group that is larger than all the room
+        has it when nothing else is kept.
 
         Args:
             key: an integer, a string, or a tuple of integers; unique on this rank until it is released.
@@ -88,9 +105,11 @@ class Exchange:
 
         Raises:
             ExchangeError: the key is taken, or a sample doesn't fit the schema; the text names sample and field.
+            WaitLimitError: there was no room within the limit; the text says what is kept and who hasn't read it.
         """
         self._check()
-        self._store.put(key, samples, partition)
+        group = self._store.gathered(key, samples)
+        self._wait(lambda: self._store.offer(group, partition) or None, self._limit_s, lambda: self._full(group), FULL)
         self._transport.wake()
 
     def get(
@@ -173,7 +192,7 @@ class Exchange:
         """
         limit = self._limit_s if limit_s is None else limit_s
         self._courier.submit(self._farewells.begin)
-        self._wait(lambda: self._farewells.done or None, limit, self._farewells.describe, anything=True)
+        self._wait(lambda: self._farewells.done or None, limit, self._farewells.describe, SILENT, anything=True)
         self._courier.stop(limit)
 
     def __enter__(self) -> Exchange:
@@ -192,12 +211,30 @@ class Exchange:
                 lambda: self._consumer.take(number),
                 limit_s,
                 lambda: f"rank {owner}, which was asked {asked}",
+                SILENT,
             )
         except WaitLimitError:
             self._consumer.cancel(number)
             raise
 
-    def _wait(self, take: Callable[[], T | None], limit_s: float, whom: Callable[[], str], anything: bool = False) -> T:
+    def _full(self, group: Group[Key]) -> str:
+        """What a put waits for."""
+        kept = self._store.statistics()
+        unread = ", ".join(f"{count} by {consumer}" for consumer, count in kept.unread.items() if count)
+        return (
+            f"room for {self.schema.name(group.key)} ({group.nbytes:,} bytes) beside the {kept.groups} groups "
+            f"({kept.bytes:,} bytes) that it keeps, of memory_bytes = {self._store.memory_bytes:,}; unread: "
+            f"{unread or 'none by any consumer so far'}"
+        )
+
+    def _wait(
+        self,
+        take: Callable[[], T | None],
+        limit_s: float,
+        what: Callable[[], str],
+        remedy: str,
+        anything: bool = False,
+    ) -> T:
         """What `take` gives, once it isn't None. `anything`: any message begins the limit anew."""
         news, begun = self._courier.news, time.monotonic()
         while (taken := take()) is None:
@@ -206,10 +243,7 @@ class Exchange:
                 news.clear()
                 begun = time.monotonic() if anything else begun
             if time.monotonic() - begun > limit_s:
-                raise WaitLimitError(
-                    f"Rank {self.rank} waited {limit_s:g} s for {whom()}. It has died, hasn't opened its exchange, or "
-                    "is only slow: look at the end of its output, or raise limit_s."
-                )
+                raise WaitLimitError(f"Rank {self.rank} waited {limit_s:g} s for {what()}. {remedy}")
         return taken
 
     def _check(self) -> None:

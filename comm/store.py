@@ -37,10 +37,21 @@ class StoreStatistics(NamedTuple):
 
 
 class GroupStore(Generic[K]):
-    """Groups of one schema. Every method may be called by any thread."""
+    """Groups of one schema. Every method may be called by any thread.
 
-    def __init__(self, schema: Schema) -> None:
+    Args:
+        schema: of the groups.
+        memory_bytes: `offer` keeps no more than this, in bytes of columns; None: as much as comes.
+
+    Raises:
+        ExchangeError: `memory_bytes` is less than 1.
+    """
+
+    def __init__(self, schema: Schema, memory_bytes: float | None = None) -> None:
+        if memory_bytes is not None and memory_bytes < 1:
+            raise ExchangeError(f"memory_bytes is {memory_bytes:g}: nothing could be kept. Give some, or None.")
         self.schema = schema
+        self.memory_bytes = memory_bytes
         self.on_put: Callable[[Group[K]], None] = lambda group: None
         """Called with every group that is put, by the thread that puts it."""
         self._groups: dict[K, Group[K]] = {}
@@ -66,18 +77,25 @@ class GroupStore(Generic[K]):
             ExchangeError: its key is there already.
         """
         with self._lock:
-            if group.key in self._groups:
-                raise ExchangeError(
-                    f"{self.schema.name(group.key)} is in the store already; release it before another is put."
-                )
-            self._groups[group.key] = group
-            self._partitions.setdefault(partition, {})[group.key] = None
-            for (_, read), unread in self._unread.items():
-                if read == partition:
-                    unread[group.key] = None
-            self._bytes += group.nbytes
-            self._peak_bytes = max(self._peak_bytes, self._bytes)
+            self._check_new(group)
+            self._keep(group, partition)
         self.on_put(group)
+
+    def offer(self, group: Group[K], partition: str = TRAIN) -> bool:
+        """`add`, if there is room for the group beside what is kept; one that is larger than all the room has it when
+        nothing else is kept. Returns whether it was.
+
+        Raises:
+            ExchangeError: its key is there already.
+        """
+        with self._lock:
+            self._check_new(group)
+            full = self.memory_bytes is not None and self._bytes + group.nbytes > self.memory_bytes
+            if full and self._groups:
+                return False
+            self._keep(group, partition)
+        self.on_put(group)
+        return True
 
     def select(
         self, keys: Iterable[K], fields: Iterable[str] | None = None, rows: Sequence[int] | None = None
@@ -167,6 +185,21 @@ class GroupStore(Generic[K]):
             partitions = {name: len(keys) for name, keys in self._partitions.items() if keys}
             return StoreStatistics(len(self._groups), samples, self._bytes, self._peak_bytes, partitions, unread)
 
+    def _check_new(self, group: Group[K]) -> None:
+        if group.key in self._groups:
+            raise ExchangeError(
+                f"{self.schema.name(group.key)} is in the store already; release it before another is put."
+            )
+
+    def _keep(self, group: Group[K], partition: str) -> None:
+        self._groups[group.key] = group
+        self._partitions.setdefault(partition, {})[group.key] = None
+        for (_, read), unread in self._unread.items():
+            if read == partition:
+                unread[group.key] = None
+        self._bytes += group.nbytes
+        self._peak_bytes = max(self._peak_bytes, self._bytes)
+
     def _unread_by(self, consumer: str, partition: str) -> dict[K, None]:
         if (consumer, partition) not in self._unread:
             self._unread[consumer, partition] = dict(self._partitions.get(partition, {}))
@@ -182,8 +215,16 @@ class SampleStore(GroupStore[Key]):
         Raises:
             ExchangeError: the key is taken, or a sample doesn't fit the schema.
         """
+        self.add(self.gathered(key, samples), partition)
+
+    def gathered(self, key: Key, samples: Sample | Sequence[Sample]) -> Group[Key]:
+        """The group that `put` would keep.
+
+        Raises:
+            ExchangeError: a sample doesn't fit the schema.
+        """
         each = samples if isinstance(samples, Sequence) else [samples]
-        self.add(gather(self.schema, key, each, self.room), partition)
+        return gather(self.schema, key, each, self.room)
 
     def get(
         self, keys: Iterable[Key], fields: Iterable[str] | None = None, rows: Sequence[int] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -21,12 +22,14 @@ OWNER = 0
 LIMIT_S = 20.0
 
 
-def together(count: int, body: Callable[[Exchange], None], schema: Schema = SCHEMA) -> None:
+def together(
+    count: int, body: Callable[[Exchange], None], schema: Schema = SCHEMA, memory_bytes: float | None = None
+) -> None:
     """So many ranks, each in a thread of its own."""
     network = SimulatedNetwork(count)
 
     def rank(number: int) -> None:
-        with Exchange.over(network.transport(number), schema, LIMIT_S) as exchange:
+        with Exchange.over(network.transport(number), schema, LIMIT_S, memory_bytes) as exchange:
             body(exchange)
 
     with ThreadPoolExecutor(count) as pool:
@@ -170,3 +173,58 @@ def test_an_answer_that_comes_after_the_limit_is_dropped() -> None:
     end.send(1, Pulled(question.message.request, b"\x90"))
     with pytest.raises(WaitLimitError):
         exchange.list(OWNER)
+
+
+def test_put_waits_for_room_and_what_is_kept_stays_within_it() -> None:
+    """A reader that releases makes room; ten times as much as there is room for goes through."""
+    groups, nbytes, kept = 40, 1000 + 8, []
+
+    def body(exchange: Exchange) -> None:
+        if exchange.rank == OWNER:
+            for key in range(groups):
+                exchange.put(key, {"tokens": np.full(250, key, np.int32), "number": key})
+                kept.append(exchange.statistics().bytes)
+            return
+        seen = 0
+        while seen < groups:
+            got = exchange.consume(OWNER, "trainer", count=3, wait_s=LIMIT_S)
+            assert all((group["tokens"][0] == key).all() for key, group in got.items())
+            exchange.release(OWNER, got)
+            seen += len(got)
+
+    together(2, body, memory_bytes=4 * nbytes)
+    assert len(kept) == groups
+    assert max(kept) == 4 * nbytes
+
+
+def test_a_group_larger_than_all_the_room_passes_when_nothing_else_is_kept() -> None:
+    def body(exchange: Exchange) -> None:
+        large = {"tokens": np.arange(1000, dtype=np.int32), "number": 0}
+        exchange.put("small", sample(1))
+        threading.Timer(0.2, exchange.release, (exchange.rank, ["small"])).start()
+        exchange.put("large", large)
+        assert exchange.list(exchange.rank) == ["large"]
+
+    together(1, body, memory_bytes=100)
+
+
+def test_without_room_within_the_limit_put_says_what_is_kept_and_who_has_not_read_it() -> None:
+    with Exchange.over(SimulatedNetwork(1).transport(0), SCHEMA, 0.2, memory_bytes=50) as exchange:
+        exchange.put(1, sample(1))
+        exchange.put(2, sample(6))
+        exchange.consume(0, "scorer")
+        text = (
+            "Rank 0 waited 0.2 s for room for group 3 (20 bytes) beside the 2 groups (44 bytes) that it keeps, of "
+            "memory_bytes = 50; unread: 1 by scorer. Groups stay until they are released"
+        )
+        with pytest.raises(WaitLimitError, match=re.escape(text)):
+            exchange.put(3, sample(3))
+        with pytest.raises(ExchangeError, match="group 2 is in the store already"):
+            exchange.put(2, sample(3))
+        exchange.release(0, [1, 2])
+        exchange.put(3, sample(3))
+
+
+def test_room_for_nothing_is_refused() -> None:
+    with pytest.raises(ExchangeError, match="memory_bytes is 0: nothing could be kept"):
+        Exchange.over(SimulatedNetwork(1).transport(0), SCHEMA, memory_bytes=0)
