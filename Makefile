@@ -3,6 +3,7 @@
 #   make test       lint, types and the quick tests        make test-full   the slow ones
 #   make bench      the measurements                        make setup       only .venv
 #   make slurm-full the tests on a Slurm of their own, also those that make test-full leaves out
+#   make soak       the sample exchange under load, 72 ranks, 10 minutes (`make soak SOAK_SECONDS=60`: one)
 #   make simulate   the ledgers under 10,000 fault schedules, and small worlds in every order of events; minutes
 #
 # Each `make run` makes a run folder of its own: runs/chain-sum-smollm2, runs/chain-sum-smollm2-2, …
@@ -16,7 +17,9 @@ BIN := $(VENV)/bin
 MODEL := models/SmolLM2-135M-Instruct
 PACKAGES := launcher ranks comm rollout train
 
-.PHONY: setup model run test test-full slurm-full lint simulate bench clean
+SOAK_SECONDS := 600
+
+.PHONY: setup model run test test-full slurm-full lint simulate soak bench clean
 
 setup: $(VENV)/.ready
 
@@ -57,6 +60,9 @@ slurm-full: setup
 simulate: setup
 	$(BIN)/python tests/simulation/simulate.py
 	$(BIN)/python tests/simulation/simulate.py --search
+
+soak: setup
+	$(BIN)/python -m benchmarks.soak --seconds $(SOAK_SECONDS)
 
 bench: setup
 	@for file in benchmarks/[a-z]*_*.py; do $(BIN)/python -m benchmarks.$$(basename $$file .py); done
