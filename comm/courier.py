@@ -6,8 +6,8 @@
 
 The main thread owns torch and the device; the courier owns MPI, the ledger, the exchange and the background weight
 channel. So a trainer grants tickets in the middle of a long optimizer step, and a generator serves pulls during an
-engine step. Between polls the courier sleeps, 20 µs at first and up to 20 ms when nothing happens, so that idle ranks
-leave the cores alone: what an idle rank costs is the number of times it wakes.
+engine step. Between polls the courier sleeps, 20 µs at first and up to 20 ms when nothing happens for long, so that
+idle ranks leave the cores alone: what an idle rank costs is the number of times it wakes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from headrace.comm.transport import Received, Transport
 
 SHORTEST_NAP_S = 20e-6
 LONGEST_NAP_S = 20e-3
+NAP_SHARE = 0.25
+"""Of the time that nothing has happened for: an answer is noticed a quarter later than it could be, at most."""
 
 T = TypeVar("T")
 
@@ -135,18 +137,20 @@ class Courier:
         return ran
 
     def _run(self) -> None:
-        nap = SHORTEST_NAP_S
+        busy_at = time.monotonic()
         try:
             while True:
                 leaving = self._leaving.is_set()  # read first: what was submitted before it was set is done then
                 turn = self.pump()
                 if leaving and turn is Turn.IDLE:
                     return
-                nap = SHORTEST_NAP_S if turn is not Turn.IDLE else min(2 * nap, LONGEST_NAP_S)
+                now = time.monotonic()
+                if turn is not Turn.IDLE:
+                    busy_at = now
                 if turn is Turn.BUSY:
                     continue  # what a transfer waits for may have arrived while the last one was dealt with
-                if self._wake.wait(nap):
+                nap = (now - busy_at) * NAP_SHARE
+                if self._wake.wait(min(max(nap, SHORTEST_NAP_S), LONGEST_NAP_S)):
                     self._wake.clear()
-                    nap = SHORTEST_NAP_S
         except BaseException as error:
             self._on_error(error)

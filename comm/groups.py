@@ -17,7 +17,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -64,8 +65,24 @@ class DeviceGroup:
         Raises:
             PeerLostError: a member went away or the group's time-out struck.
         """
+        self.begin_broadcast(tensor, root)()
+
+    def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Callable[[], None]:
+        """The same in the background. Returns what waits for its end, and raises as `broadcast`; until then the tensor
+        must stay as it is. Broadcasts of one group must begin in the same order on all members."""
+        with self._naming_peers(root):
+            work = self.handle.broadcast(tensor, self.members.index(root))
+
+        def wait() -> None:
+            with self._naming_peers(root):
+                work.wait()
+
+        return wait
+
+    @contextmanager
+    def _naming_peers(self, root: int) -> Iterator[None]:
         try:
-            self.handle.broadcast(tensor, self.members.index(root)).wait()
+            yield
         except RuntimeError as error:
             raise PeerLostError(
                 f"A broadcast from rank {root} over the ranks {list(self.members)} (group {self.name!r}) failed: one "

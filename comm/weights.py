@@ -138,8 +138,14 @@ def layout(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def pack(tensors: Iterable[WeightTensor], slab: Slab, verify: bool) -> Share:
-    """Copy tensors into a slab, one at a time as they come, with their checksums if asked for."""
+def pack(
+    tensors: Iterable[WeightTensor],
+    slab: Slab,
+    verify: bool,
+    packed: Callable[[npt.NDArray[np.uint8]], None] = lambda data: None,
+) -> Share:
+    """Copy tensors into a slab, one at a time as they come, with their checksums if asked for. `packed` gets all that
+    is there after every tensor."""
     specs: list[TensorSpec] = []
     checksums: list[int] = []
     end = 0
@@ -152,6 +158,7 @@ def pack(tensors: Iterable[WeightTensor], slab: Slab, verify: bool) -> Share:
         specs.append(tensor.spec)
         if verify:
             checksums.append(checksum(tensor.data))
+        packed(slab.room(end))
     return Share(Manifest(specs, checksums), slab.room(end))
 
 

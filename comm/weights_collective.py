@@ -15,12 +15,17 @@ share's buckets. The first round also carries the manifests; later rounds only t
 
 No rank enters a collective before all are known to come: generators join when every trainer has announced, and
 trainers when every generator has joined, so a missing rank is named by the trainers' wait. Versions are never skipped.
+
+Broadcasts in host memory need no hand of the main thread. So where a share is packed no slower than it is broadcast, a
+trainer announces before it packs, and the buckets of the first root leave as they are filled, once all have joined.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import msgspec
@@ -61,6 +66,15 @@ class Broadcaster:
         self._device = device.torch_device(local_index)
         self._bucket = torch.empty(0, dtype=torch.uint8, device=self._device)
 
+    @property
+    def in_background(self) -> bool:
+        """Whether broadcasts go on by themselves; only then is there an `Outflow`."""
+        return self._in_place
+
+    def outflow(self, root: int) -> Outflow:
+        """For the share of job rank `root`, this one."""
+        return Outflow(lambda piece: self._group.begin_broadcast(torch.from_numpy(piece), root), self._bucket_bytes)
+
     def run(self, root: int, data: Buffer, mine: bool) -> None:
         """Send `data` to all members if it is `mine`, else fill it with what job rank `root` sends."""
         for start in range(0, data.size, self._bucket_bytes):
@@ -85,6 +99,33 @@ class Broadcaster:
         self._group.broadcast(bucket, root)
         if not mine:
             piece.copy_(bucket)
+
+
+class Outflow:
+    """A run of bytes that is broadcast bucket by bucket while it grows."""
+
+    def __init__(self, begin: Callable[[Buffer], Callable[[], None]], bucket_bytes: int) -> None:
+        self._begin = begin
+        self._bucket_bytes = bucket_bytes
+        self._begun = 0
+        self._waits: list[Callable[[], None]] = []
+
+    def feed(self, data: Buffer) -> None:
+        """Begin the broadcasts of the buckets that are full; `data` is all that there is so far."""
+        while self._begun + self._bucket_bytes <= data.size:
+            self._next(data)
+
+    def finish(self, data: Buffer) -> None:
+        """Broadcast the rest of what is now whole; return when this rank is done with all of it."""
+        while self._begun < data.size:
+            self._next(data)
+        for wait in self._waits:
+            wait()
+
+    def _next(self, data: Buffer) -> None:
+        end = min(self._begun + self._bucket_bytes, data.size)
+        self._waits.append(self._begin(data[self._begun : end]))
+        self._begun = end
 
 
 class _Round:
@@ -143,6 +184,8 @@ class CollectivePublisher:
         self._round = _Round(broadcaster, trainers, verify)
         self._slab = Slab()
         self._scratch = Slab()
+        self._pack_s = self._send_s = 0.0
+        """What they took last; sending, when it didn't begin before all was packed."""
         self._announced = -1
         # Shared by the two threads:
         self._changed = threading.Condition()
@@ -158,14 +201,20 @@ class CollectivePublisher:
         """
         if version <= self._version:
             raise ValueError(f"version {version} published after version {self._version}")
-        share = pack(tensors, self._slab, self._verify)
+        begun = time.monotonic()
+        outflow = self._outflow(version)
+        share = pack(tensors, self._slab, self._verify, partial(self._feed, outflow))
+        packed = time.monotonic()
         self._meet(version)
         for trainer in self._round.trainers:
             if trainer == self._transport.rank:
-                self._send(trainer, share)
+                self._send(trainer, share, outflow)
             else:
                 self._round.learn(trainer)
                 self._round.broadcaster.skip(trainer, sum(self._round.sizes(trainer)), self._scratch)
+        self._pack_s = packed - begun
+        if outflow is None:
+            self._send_s = time.monotonic() - packed
 
     def receive(self, received: Received, now: float) -> None:
         match received.message:
@@ -182,18 +231,34 @@ class CollectivePublisher:
             for generator in self._joined:
                 self._transport.send(generator, WeightsReady(version, meet=True))
 
-    def _meet(self, version: int) -> None:
-        """Have the version announced, and wait until every generator has joined."""
+    def _outflow(self, version: int) -> Outflow | None:
+        """If the broadcast may begin while the share is packed: announce it. The way out, if this is the first root."""
+        me, first = self._transport.rank, self._round.trainers[0]
+        if not self._round.broadcaster.in_background or me not in self._round.specs or self._pack_s > self._send_s:
+            return None
+        self._announce(version)
+        return self._round.broadcaster.outflow(me) if me == first else None
+
+    def _feed(self, outflow: Outflow | None, data: Buffer) -> None:
+        if outflow is not None and not self._missing():
+            outflow.feed(data)
+
+    def _announce(self, version: int) -> None:
         with self._changed:
             self._version = version
-            self._transport.wake()
+        self._transport.wake()
+
+    def _meet(self, version: int) -> None:
+        """Have the version announced, and wait until every generator has joined."""
+        self._announce(version)
+        with self._changed:
             if not self._changed.wait_for(lambda: not self._missing(), self._wait_limit_s):
                 raise WaitLimitError(self._complaint())
 
     def _missing(self) -> list[int]:
         return [generator for generator, version in self._joined.items() if version < self._version]
 
-    def _send(self, me: int, share: Share) -> None:
+    def _send(self, me: int, share: Share, outflow: Outflow | None) -> None:
         self._round.learn(me, share.manifest.specs)
         if share.manifest.specs != self._round.specs[me]:
             raise ValueError("the names, dtypes and shapes of a trainer's share must stay the same over all versions")
@@ -201,7 +266,10 @@ class CollectivePublisher:
         end = share.data.size
         data = self._slab.room(end + checksums.size)
         data[end:] = checksums
-        self._round.broadcaster.run(me, data, mine=True)
+        if outflow is None:
+            self._round.broadcaster.run(me, data, mine=True)
+        else:
+            outflow.finish(data)
 
     def _complaint(self) -> str:
         missing = ", ".join(f"rank {g} (last joined for version {self._joined[g]})" for g in self._missing())

@@ -38,10 +38,15 @@ class CountedGroup(DeviceGroup):
     sizes: list[int]
     damage: Callable[[torch.Tensor, int], None]
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        super().broadcast(tensor, root)
+    def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Callable[[], None]:
         self.sizes.append(tensor.numel())
-        self.damage(tensor, root)
+        wait = super().begin_broadcast(tensor, root)
+
+        def damaging() -> None:
+            wait()
+            self.damage(tensor, root)
+
+        return damaging
 
 
 class Job:
@@ -165,6 +170,52 @@ def test_all_versions_arrive_bit_for_bit_and_only_the_first_round_sets_up(traine
     first_round_only = len(rounds[0][0]) - len(rounds[1][0])
     manifests = sum(-(-size // BUCKET) for size in _manifest_sizes(job))
     assert first_round_only == trainers + manifests
+
+
+def test_the_first_root_sends_while_it_packs_once_it_knows_that_packing_is_quick() -> None:
+    job = Job(shares(2), generators=2)
+    sent: list[int] = []
+
+    def tensors(version: int) -> Iterator[WeightTensor]:
+        before = len(job.groups[0].sizes)
+        for tensor in job.share(0, version):
+            deadline = time.monotonic() + 10.0
+            while job.publishers[0]._missing() and time.monotonic() < deadline:
+                time.sleep(1e-3)
+            yield tensor
+        sent.append(len(job.groups[0].sizes) - before)
+
+    def publish(trainer: int, version: int) -> None:
+        given = tensors(version) if trainer == 0 else iter(job.share(trainer, version))
+        job.publishers[trainer].publish(version, given)
+
+    job.publish = publish  # type: ignore[method-assign]
+    with job.courier():
+        job.round(0)
+        for publisher in job.publishers:
+            publisher._send_s = 60.0
+        job.round(1)
+    assert sent == [0, job.share(0, 0)[0].spec.nbytes // BUCKET]
+    assert all(group.sizes == job.groups[0].sizes for group in job.groups.values())
+
+
+def test_slow_packing_keeps_nobody_waiting() -> None:
+    """Where packing takes longer than the broadcast, a version is announced when it is whole."""
+    job = Job(shares(1), generators=1)
+    announced: list[int] = []
+
+    def tensors(version: int) -> Iterator[WeightTensor]:
+        for tensor in job.share(0, version):
+            time.sleep(0.1)
+            announced.append(job.publishers[0]._version)
+            yield tensor
+
+    job.publish = lambda trainer, version: job.publishers[0].publish(version, tensors(version))  # type: ignore[method-assign]
+    with job.courier():
+        for version in range(3):
+            announced.clear()
+            job.round(version)
+            assert set(announced) == {version - 1}
 
 
 def _manifest_sizes(job: Job) -> list[int]:
