@@ -20,7 +20,12 @@ class WeightsConfig(Section):
     transport: Literal["auto", "mpi", "collective"] = "auto"
     """`mpi`: host-staged, in the background, from a snapshot; a generator takes in the newest whole version when it
     is ready. `collective`: bucketed broadcast on a device group (HCCL, NCCL or gloo) at which all generators meet.
-    `auto`: `collective` on accelerators, `mpi` on CPU and with `encoding: delta`."""
+    `auto`: `collective` on accelerators, `mpi` on CPU and with `encoding: delta` or `node_shared`."""
+
+    node_shared: bool = False
+    """One copy of a version per node, in memory that its generators share: one of them pulls it, all load from it in
+    place. It takes two buffers of a version per node, three while a generator is slow to load, instead of two per
+    generator. Transport `mpi` only; the generators of a host run as one user and see each other in /proc."""
 
     dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"
     """Number format on the wire. `model`: the dtype of `model.dtype`."""
@@ -43,4 +48,12 @@ class WeightsConfig(Section):
     def _a_broadcast_has_no_delta(self) -> Self:
         if self.encoding == "delta" and self.transport == "collective":
             raise ValueError("weights.encoding: delta needs weights.transport: mpi; a broadcast sends all bytes")
+        return self
+
+    @model_validator(mode="after")
+    def _a_broadcast_goes_to_every_generator(self) -> Self:
+        if self.node_shared and self.transport == "collective":
+            raise ValueError(
+                "weights.node_shared needs weights.transport: mpi; in a broadcast every generator receives for itself"
+            )
         return self

@@ -23,6 +23,8 @@
     generator ── WeightsPull(version, bucket) ──▶ trainer            that bucket please, or (collective): I have joined
     generator ◀─ WeightsPart(...) + buffer ─────── trainer
     generator ── WeightsTaken(version) ─────────▶ trainer            the snapshot may be reused
+    generator ── NodeVersion(version, ...) ─────▶ generators of its node   a version is whole in memory that you can see
+    generator ── NodeReturned(version) ─────────▶ generator          I don't read it any more
     generator ── Salvaged(groups) ──────────────▶ trainer 0          at the start of a resumed run, see `ranks.resume`
     trainer 0 ── Resumption(plan) ──────────────▶ trainers
     trainer 0 ── Covered(...) ──────────────────▶ generators         a checkpoint is durable: forget what it has settled
@@ -290,6 +292,34 @@ class WeightsTaken(Message, frozen=True):
     """The generator needs no more of this version: it has it all, or gave it up."""
 
     version: int
+
+
+class NodeShare(msgspec.Struct, frozen=True, array_like=True):
+    """Where one trainer's share of a version is: see `comm.shared_memory`."""
+
+    trainer: int
+    pid: int
+    descriptor: int
+    name: str
+    nbytes: int
+    """Of the segment; the share is at its beginning."""
+    manifest: bytes
+    """An encoded `weights.Manifest`."""
+
+
+class NodeVersion(Message, frozen=True):
+    """A version is whole in memory that the receiver can map. It stays as it is until the receiver returns it."""
+
+    version: int
+    shares: list[NodeShare]
+
+
+class NodeReturned(Message, frozen=True):
+    """I have loaded this version, or don't want it: I don't look at it any more."""
+
+    version: int
+    problem: str = ""
+    """Why its memory can't be seen from here, if so."""
 
 
 class Heartbeat(Message, frozen=True):

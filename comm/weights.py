@@ -113,7 +113,8 @@ class Share:
 
 
 class Slab:
-    """Memory that is reused from version to version. It is allocated anew only when a share needs more."""
+    """Memory that is reused from version to version. It is allocated anew only when a share needs more. `SharedSlab`
+    (`shared_memory.py`) is one that other processes can see."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
@@ -124,9 +125,12 @@ class Slab:
         if nbytes > old.size:
             # At least twice the old size, so that packing tensors of unknown total size copies each byte about once.
             # Pages that are never touched cost nothing.
-            self._memory = np.empty(max(nbytes, 2 * old.size), np.uint8)
+            self._memory = self._allocate(max(nbytes, 2 * old.size))
             self._memory[: old.size] = old
         return self._memory[:nbytes]
+
+    def _allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        return np.empty(nbytes, np.uint8)
 
 
 def layout(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:

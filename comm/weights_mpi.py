@@ -132,6 +132,14 @@ class MpiPublisher:
         with self._changed:
             self._unpin(generator)
 
+    def add(self, generator: int) -> None:
+        """One more generator pulls from here, if it doesn't yet. Called by the courier."""
+        if generator in self._generators:
+            return
+        self._generators = (*self._generators, generator)
+        if self._announced >= 0:
+            self._transport.send(generator, WeightsReady(self._announced, meet=False))
+
     def tick(self, now: float) -> None:
         with self._changed:
             newest = self._newest

@@ -7,7 +7,7 @@ version is filled, and where a trainer has that version, too, only the changes a
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
@@ -93,6 +93,8 @@ class MpiSubscriber:
         verify: compare every tensor with its checksum; the trainers must send them.
         wait_limit_s: longest silence of a trainer that owes something, in seconds.
         delta: ask for the changes since the version held.
+        buffers: most staging buffers; those after the second are made when all others are in use.
+        slab: makes the memory of one trainer's share in a staging buffer.
 
     Raises (from `receive` and `tick`, in the courier):
         WaitLimitError: a trainer was silent for longer, in the middle of a pull or while the others have announced a
@@ -103,7 +105,14 @@ class MpiSubscriber:
     handles: ClassVar[tuple[type[Message], ...]] = (WeightsReady, WeightsPart)
 
     def __init__(
-        self, transport: Transport, trainers: Sequence[int], verify: bool, wait_limit_s: float, delta: bool = False
+        self,
+        transport: Transport,
+        trainers: Sequence[int],
+        verify: bool,
+        wait_limit_s: float,
+        delta: bool = False,
+        buffers: int = 2,
+        slab: Callable[[], Slab] = Slab,
     ) -> None:
         self._transport = transport
         self._verify = verify
@@ -119,7 +128,8 @@ class MpiSubscriber:
         self._filling: _Staging | None = None
         # Shared by the two threads:
         self._lock = threading.Lock()
-        self._staging = [_Staging({trainer: _Incoming() for trainer in trainers}) for _ in range(2)]
+        self._most, self._slab = buffers, slab
+        self._staging = [self._new_staging() for _ in range(2)]
         self._ready: tuple[_Staging, list[WeightTensor]] | None = None
         transport.place(WeightsPart, self._place)
 
@@ -136,6 +146,16 @@ class MpiSubscriber:
                 return None
             (staging, tensors), self._ready = self._ready, None
         return Version(staging.version, tensors, partial(self._release, staging))
+
+    @property
+    def starved(self) -> bool:
+        """Whether, after a `tick`, there is a version to pull and no buffer to pull it into. For the courier."""
+        return self._filling is None and self._newest > self._done
+
+    def shares(self, version: int) -> dict[int, tuple[Slab, Manifest]]:
+        """Where the share of each trainer is, of a version that was taken and not released. For the courier."""
+        staging = next(staging for staging in self._staging if staging.holds == version)
+        return {trainer: (incoming.slab, incoming.manifest) for trainer, incoming in staging.incoming.items()}
 
     def receive(self, received: Received, now: float) -> None:
         match received.message:
@@ -167,8 +187,13 @@ class MpiSubscriber:
             incoming.begin(now)
             self._ask(trainer, incoming)
 
+    def _new_staging(self) -> _Staging:
+        return _Staging({trainer: _Incoming(self._slab()) for trainer in self._announced})
+
     def _reserve(self, version: int) -> _Staging | None:
         with self._lock:
+            if len(self._staging) < self._most and not any(staging.free for staging in self._staging):
+                self._staging.append(self._new_staging())
             staging = max((s for s in self._staging if s.free), key=lambda s: s.holds, default=None)
             if staging is not None:
                 staging.free, staging.version, staging.given_up = False, version, False

@@ -18,6 +18,7 @@ from headrace.comm.messages import Salvaged
 from headrace.comm.trajectories import TrajectoryStore
 from headrace.comm.weights import Publisher, Subscriber
 from headrace.comm.weights_mpi import MpiPublisher
+from headrace.comm.weights_node import NodeSubscriber
 from headrace.comm.weights_pull import MpiSubscriber
 from headrace.ranks.archive import Archived, ArchiveFiles, ArchiveWriter, launches_in, read_share
 from headrace.ranks.config import JobConfig
@@ -98,7 +99,7 @@ def load_data(config: JobConfig) -> Data:
 
 def uses_collective(config: JobConfig, device: Device | None) -> bool:
     """Which weight transport `auto` stands for."""
-    if config.weights.transport == "auto" and config.weights.encoding == "full":
+    if config.weights.transport == "auto" and config.weights.encoding == "full" and not config.weights.node_shared:
         return device is not None and device.kind != "cpu"
     return config.weights.transport == "collective"
 
@@ -139,8 +140,11 @@ def make_publisher(rank: Rank, links: Links) -> Publisher:
     bucket, limit = config.bucket_mb * MIB, rank.config.run.wait_limit_s
     if links.everyone is None:
         cheaper = Cheaper() if config.encoding == "delta" else None
-        publisher = MpiPublisher(rank.transport, roles.generators, bucket, config.verify, limit, cheaper)
+        receivers = roles.first_of_nodes(roles.generators) if config.node_shared else roles.generators
+        publisher = MpiPublisher(rank.transport, receivers, bucket, config.verify, limit, cheaper)
         rank.living.on_loss.append(publisher.drop)
+        if config.node_shared:
+            rank.living.on_loss.append(lambda _: _tell_first_of_nodes(rank, publisher))
         return publisher
     from headrace.comm.weights_collective import CollectivePublisher
 
@@ -149,12 +153,23 @@ def make_publisher(rank: Rank, links: Links) -> Publisher:
     )
 
 
+def _tell_first_of_nodes(rank: Rank, publisher: MpiPublisher) -> None:
+    """Have a generator of every node pull, when the one that did has died."""
+    for generator in rank.roles.first_of_nodes(rank.living.generators):
+        publisher.add(generator)
+
+
 def make_subscriber(rank: Rank, links: Links) -> Subscriber:
     """The generator's end of the weight channel; also a service of its courier."""
     config, roles = rank.config.weights, rank.roles
     if links.everyone is None:
         limit, delta = rank.config.run.wait_limit_s, config.encoding == "delta"
-        return MpiSubscriber(rank.transport, roles.trainers, config.verify, limit, delta)
+        if not config.node_shared:
+            return MpiSubscriber(rank.transport, roles.trainers, config.verify, limit, delta)
+        mates = roles.node_mates(rank.rank)
+        subscriber = NodeSubscriber(rank.transport, roles.trainers, mates, config.verify, limit, delta)
+        rank.living.on_loss.append(subscriber.drop)
+        return subscriber
     from headrace.comm.weights_collective import CollectiveSubscriber
 
     return CollectiveSubscriber(rank.transport, _broadcaster(rank, links), roles.trainers, config.verify)

@@ -36,6 +36,17 @@ class RoleMap:
         """Position of a rank within its host, which chooses its device."""
         return self.hosts[:rank].count(self.hosts[rank])
 
+    def node_mates(self, generator: int) -> tuple[int, ...]:
+        """World ranks of the generators on the host of this one, itself among them."""
+        return tuple(rank for rank in self.generators if self.hosts[rank] == self.hosts[generator])
+
+    def first_of_nodes(self, generators: Sequence[int]) -> tuple[int, ...]:
+        """The first of these (world ranks) on every host."""
+        first: dict[str, int] = {}
+        for generator in sorted(generators):
+            first.setdefault(self.hosts[generator], generator)
+        return tuple(first.values())
+
     def home_ledger(self, generator: int) -> int:
         """World rank of the ledger that the generator (an index) asks first."""
         return self.trainers[generator % len(self.trainers)]

@@ -145,6 +145,11 @@ def test_a_broadcast_of_what_has_changed_is_refused(tmp_path: Path) -> None:
     assert "weights.encoding: delta needs weights.transport: mpi" in told
 
 
+def test_a_broadcast_into_shared_memory_is_refused(tmp_path: Path) -> None:
+    told = mistake(tmp_path, TINY, "weights.node_shared=true", "weights.transport=collective")
+    assert "weights.node_shared needs weights.transport: mpi" in told
+
+
 def test_a_group_of_one_is_fine_for_an_advantage_of_ones_own(tmp_path: Path) -> None:
     overrides = ["rollout.group_size=1", "train.advantage=mine.py:advantage"]
     assert load(write(tmp_path, TINY), overrides).rollout.group_size == 1

@@ -93,10 +93,17 @@ class Reference:
         )
 
 
-@pytest.mark.parametrize(("generators", "encoding"), [(1, "delta"), (3, "full")])
-def test_s0_equals_a_plain_synchronous_loop_bit_for_bit(tmp_path, generators, encoding):
+@pytest.mark.parametrize(
+    ("generators", "weights"),
+    [
+        (1, {"encoding": "delta"}),
+        (3, {"node_shared": True}),
+        pytest.param(3, {}, marks=pytest.mark.slow),
+        pytest.param(4, {"node_shared": True, "encoding": "delta", "verify": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_s0_equals_a_plain_synchronous_loop_bit_for_bit(tmp_path, generators, weights):
     """Staleness 0 trains, and equals the synchronous result."""
-    weights = {"encoding": encoding}
     tree = tiny_config(ranks={"generators": generators}, train={"warm_start": None}, weights=weights)
     metrics, _ = run_job(tree, tmp_path)
     check_books(metrics, 0)

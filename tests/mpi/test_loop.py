@@ -8,11 +8,11 @@ import pytest
 from jobs import check_books, latency_config, run_job
 
 SHAPES = [
-    # max_staleness, generators, trainers, transport, mpi
+    # max_staleness, generators, trainers, transport (node: mpi, with node_shared), mpi
     pytest.param(1, 1, 1, "mpi", "mpich", marks=pytest.mark.slow),
     (2, 6, 3, "mpi", "mpich"),
     pytest.param(4, 4, 2, "collective", "mpich", marks=pytest.mark.slow),
-    (0.5, 3, 2, "mpi", "openmpi"),
+    (0.5, 3, 2, "node", "openmpi"),
     pytest.param(0, 2, 3, "mpi", "mpich", marks=pytest.mark.slow),
     (2, 2, 1, "collective", "openmpi"),
 ]
@@ -25,7 +25,7 @@ def test_no_token_is_older_than_the_bound_and_every_ticket_has_one_end(
     config = latency_config(
         ranks={"generators": generators, "trainers": trainers},
         ledger={"max_staleness": staleness},
-        weights={"transport": transport, "verify": True},
+        weights={"verify": True} | ({"node_shared": True} if transport == "node" else {"transport": transport}),
     )
     metrics, _ = run_job(config, tmp_path, mpi=mpi)
     assert len(metrics) == 50

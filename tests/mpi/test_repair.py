@@ -99,9 +99,11 @@ def test_those_that_are_left_go_on_when_a_rank_dies_with_transfers_under_way() -
     assert len(re.findall(r"rank \d goes on", ended.stdout)) == 3, f"{ended.status} {ended.stdout} {ended.stderr}"
 
 
-def test_the_run_goes_on_without_two_of_three_generators(tmp_path: Path) -> None:
+@pytest.mark.parametrize("node_shared", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_run_goes_on_without_two_of_three_generators(tmp_path: Path, node_shared: bool) -> None:
+    """Rank 2 is the one that pulls weights for its node, if one does."""
     assert "headrace run my-config.yaml launch.repair=true launch.mpi=openmpi\n" in DOCS.read_text()
-    tree = config(launch={"repair": False})
+    tree = config(launch={"repair": False}, weights={"node_shared": node_shared, "verify": True})
     metrics, output, status = run_with_kills(tmp_path, tree, {4: 8, 2: 20}, "launch.repair=true", limit_s=120)
     assert status == 0, output
     check_whole(metrics)
@@ -125,6 +127,17 @@ def test_no_moment_is_a_bad_one_for_a_generator_to_die(tmp_path: Path, fault: st
     check_whole(metrics)
     if not fault.startswith("bye"):  # the run may be over before anyone notices
         check_told(output, int(fault.split(":")[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["version:2:7", "version:3:7"])
+def test_who_pulls_weights_for_its_node_may_die_like_any_other(tmp_path: Path, fault: str) -> None:
+    weights = {"node_shared": True, "encoding": "delta", "verify": True, "bucket_mb": 1}
+    tree = config(weights=weights, rollout={"latency": {"weight_bytes": 8 << 20}})
+    metrics, output, status = run_with_fault(tmp_path, fault, tree)
+    assert status == 0, output
+    check_whole(metrics)
+    check_told(output, int(fault.split(":")[1]))
 
 
 @pytest.mark.slow

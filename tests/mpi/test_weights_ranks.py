@@ -10,14 +10,15 @@ from launch import MPIS, run_ranks
 from headrace.comm.network import outer_addresses
 
 VERSIONS = 3
-CHANNELS = ("mpi", "delta", "collective")
+CHANNELS = ("mpi", "delta", "node", "nodedelta", "collective")
 
 
 def check(stdout: str, trainers: int, ranks: int) -> None:
-    taken = re.findall(r"(mpi|delta|collective) taken (\d+) by (\d+) digest (\w+) of (\w+)", stdout)
+    taken = re.findall(r"(\w+) taken (\d+) by (\d+) digest (\w+) of (\w+)", stdout)
     assert all(found == expected for *_, found, expected in taken)
     by_rank = {
-        (name, int(rank)): [int(v) for n, v, r, *_ in taken if (n, r) == (name, rank)] for name, _, rank, *_ in taken
+        (name, int(rank)): list(dict.fromkeys(int(v) for n, v, r, *_ in taken if (n, r) == (name, rank)))
+        for name, _, rank, *_ in taken
     }
     generators = range(trainers, ranks)
     assert sorted(by_rank) == sorted((name, rank) for name in CHANNELS for rank in generators)

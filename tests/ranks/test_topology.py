@@ -45,6 +45,14 @@ def test_local_index_counts_within_the_host():
     assert [roles.local_index(rank) for rank in range(4)] == [0, 0, 1, 1]
 
 
+def test_the_first_living_generator_of_every_host_comes_first():
+    roles = plan_roles(["a", "a", "b", "b", "b", "a"], RanksConfig(generators=4, trainers=2, placement="spread"))
+    assert roles.generators == (1, 3, 4, 5)
+    assert [roles.node_mates(rank) for rank in roles.generators] == [(1, 5), (3, 4), (3, 4), (1, 5)]
+    assert roles.first_of_nodes(roles.generators) == (1, 3)
+    assert roles.first_of_nodes((5, 4)) == (4, 5)
+
+
 def test_the_role_map_names_every_rank_once():
     text = plan_roles(["a"] * 3 + ["b"] * 3, RanksConfig(trainers=2, generators=4)).describe()
     assert text.splitlines() == [
