@@ -3,6 +3,7 @@
     trainers        first generator of the node: courier         every generator of the node
     WeightsReady ─▶ pulls as `weights_pull.py` does,
     WeightsPart  ─▶ into memory that the node shares
+                    nearly ── NodeSoon() ──────────────────────▶ courier: takes short naps
                     whole ── NodeVersion(v, where it is) ──────▶ courier: newer than what I have? ─▶ main: take()
                                                                                     │ no               loads in place
                     lent to nobody ◀── NodeReturned(v) ─────────────────────────────┴───────────────── release()
@@ -36,7 +37,7 @@ from typing import ClassVar
 import msgspec
 
 from headrace.comm.errors import HeadraceError, WaitLimitError
-from headrace.comm.messages import Message, NodeReturned, NodeShare, NodeVersion
+from headrace.comm.messages import Message, NodeReturned, NodeShare, NodeSoon, NodeVersion
 from headrace.comm.shared_memory import Segment, SharedSlab, map_segment
 from headrace.comm.transport import Buffer, Received, Transport
 from headrace.comm.weights import Manifest, Slab, Version, WeightTensor, assemble, check_tensor, unpack
@@ -81,7 +82,7 @@ class NodeSubscriber:
         HeadraceError: as `MpiSubscriber`; or a generator can't see the memory of this one.
     """
 
-    handles: ClassVar[tuple[type[Message], ...]] = (*MpiSubscriber.handles, NodeVersion, NodeReturned)
+    handles: ClassVar[tuple[type[Message], ...]] = (*MpiSubscriber.handles, NodeSoon, NodeVersion, NodeReturned)
 
     def __init__(
         self,
@@ -100,6 +101,8 @@ class NodeSubscriber:
         self._loans: dict[int, _Loan] = {}
         """By version."""
         self._starved_since: float | None = None
+        self._told_soon = -1
+        """The newest version of which the others know that it is whole soon."""
         self._maps: dict[tuple[int, str], tuple[Segment, Buffer]] = {}
         """(owner, name) → memory of others."""
         # Shared by the two threads:
@@ -138,6 +141,8 @@ class NodeSubscriber:
 
     def receive(self, received: Received, now: float) -> None:
         match received.message:
+            case NodeSoon():
+                pass
             case NodeVersion() as message:
                 self._look_at(received.source, message)
             case NodeReturned(problem="", version=version):
@@ -156,6 +161,9 @@ class NodeSubscriber:
         while self._released:
             self._give_back(self._released.popleft())
         self._pull.tick(now)
+        if self._pull.last_asked > self._told_soon:
+            self._told_soon = self._pull.last_asked
+            self._tell(NodeSoon())
         found = self._pull.take()
         if found is not None:
             self._lend(found)
@@ -168,9 +176,12 @@ class NodeSubscriber:
             [_describe(trainer, *share) for trainer, share in self._pull.shares(found.version).items()],
         )
         self._loans[found.version] = _Loan(found, {self._transport.rank, *self._mates})
+        self._tell(message)
+        self._offer(_Offer(self._transport.rank, found.version, found.tensors, []))
+
+    def _tell(self, message: Message) -> None:
         for mate in self._mates:
             self._transport.send(mate, message)
-        self._offer(_Offer(self._transport.rank, found.version, found.tensors, []))
 
     def _look_at(self, owner: int, message: NodeVersion) -> None:
         """A version is whole in another rank's memory."""

@@ -152,6 +152,15 @@ class MpiSubscriber:
         """Whether, after a `tick`, there is a version to pull and no buffer to pull it into. For the courier."""
         return self._filling is None and self._newest > self._done
 
+    @property
+    def last_asked(self) -> int:
+        """The version of which all buckets are here or on their way, if one is being pulled; -1: none. For the
+        courier."""
+        if self._filling is None:
+            return -1
+        shares = self._filling.incoming.values()
+        return self._filling.version if all(s.arrived and s.asked == s.buckets for s in shares) else -1
+
     def shares(self, version: int) -> dict[int, tuple[Slab, Manifest]]:
         """Where the share of each trainer is, of a version that was taken and not released. For the courier."""
         staging = next(staging for staging in self._staging if staging.holds == version)
