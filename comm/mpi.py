@@ -163,9 +163,9 @@ class MpiTransport:
     def _accept_headers(self) -> None:
         """Begin to receive the headers that are there. (A blocking receive would wait for a long one's sender.)
 
-        MPICH looks before it takes in one packet, so a second look finds what has just come. The header of a message hides
-        behind the payloads of those before it: while messages arrive that takes more looks, and without the header
-        nothing of it would move until they are whole.
+        MPICH looks before it takes in one packet, so a second look finds what has just come. The header of a message
+        hides behind the payloads of those before it: while messages arrive that takes more looks, and without the
+        header nothing of it would move until they are whole.
         """
         status = self._mpi.Status()
         misses = 0
