@@ -5,6 +5,9 @@
 One trainer, 1, 3 and 7 generators, 270 MB in 200 tensors. Ours is from `publish` on the trainer to the last generator
 having the whole version in hand, the trainer's copy into its snapshot included; theirs is one broadcast of one tensor.
 GB/s of the 270 MB, medians of interleaved rounds.
+
+The last case is `weights.node_shared`: ours until 8 generators of one node have the version in hand, theirs until one
+of them has, which receives it for itself over `mpi`.
 """
 
 from __future__ import annotations
@@ -110,6 +113,8 @@ def main() -> None:
         for receivers in RECEIVERS:
             ours, theirs = run_ranks("benchmarks.weights_vs_gloo", 1 + receivers, "--rank-of", transport, *quick)
             report("weights_vs_gloo", f"{transport} receivers={receivers}", ours, theirs, "GB/s", options.json)
+    ours, theirs = run_ranks("benchmarks.nodeshared", 9, *quick)
+    report("weights_vs_gloo", "node_shared replicas=8", ours, theirs, "GB/s", options.json)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,18 @@
-"""`weights.node_shared` for 8 generators of one node against one generator that receives for itself.
+"""The ranks of `weights_vs_gloo`'s case `node_shared`: 8 generators of one node beside one that receives for itself.
 
-    python -m benchmarks.weights_node [--json] [--quick]
-
-The weights of `weights_vs_gloo`. Ours is from `publish` on the trainer until all 8 generators have the whole version in
-hand, in the one buffer of the node; theirs until the first of them has it by transport `mpi`, while the others rest.
-GB/s of the 270 MB, medians of interleaved rounds in one run. `weights_vs_gloo` shows it among its cases.
+Ours is from `publish` on the trainer until all 8 have the whole version in hand, in the one buffer of the node; theirs
+until the first of them has it by transport `mpi`, while the others rest.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from benchmarks import report
-from benchmarks.ranks import Meeting, abort, parse_options, print_medians, run_ranks
+from benchmarks.ranks import Meeting, abort, print_medians
 from benchmarks.weights_vs_gloo import BUCKET, BYTES, LIMIT_S, TENSOR_BYTES, TENSORS, TRAINER
 from headrace.comm.courier import Courier
 from headrace.comm.groups import share_store
@@ -25,7 +22,6 @@ from headrace.comm.weights_mpi import MpiPublisher
 from headrace.comm.weights_node import NodeSubscriber
 from headrace.comm.weights_pull import MpiSubscriber
 
-REPLICAS = 8
 FIRST = 1
 """The generator that pulls."""
 
@@ -79,13 +75,13 @@ class Bench:
 
     def ours(self) -> float:
         """GB/s."""
-        return self._rate(self.shared, to=range(FIRST, FIRST + REPLICAS))
+        return self._rate(self.shared, to=range(FIRST, self.world.Get_size()))
 
     def theirs(self) -> float:
         """GB/s."""
         return self._rate(self.alone, to=[FIRST])
 
-    def _rate(self, channel: Channel, to: Any) -> float:
+    def _rate(self, channel: Channel, to: Sequence[int]) -> float:
         def work() -> None:
             if self.rank == TRAINER:
                 channel.publish()
@@ -101,16 +97,6 @@ class Bench:
         self.world.Barrier()
 
 
-def main() -> None:
-    options = parse_options(__doc__)
-    if options.rank_of:
-        torch.set_num_threads(1)
-        Bench().run(1 if options.quick else 5)
-        return
-    quick = ["--quick"] if options.quick else []
-    ours, theirs = run_ranks("benchmarks.weights_node", 1 + REPLICAS, "--rank-of", "node", *quick)
-    report("weights_node", f"node_shared replicas={REPLICAS} vs mpi receivers=1", ours, theirs, "GB/s", options.json)
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    Bench().run(1 if "--quick" in sys.argv else 5)
