@@ -1,4 +1,4 @@
-"""The command line: `headrace run | submit | debug | config | export | doctor | status | cancel`."""
+"""The command line: `headrace run | submit | debug | config | export | trace | doctor | status | cancel`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class _Paragraphs(TyperGroup):
             _refuse(str(error))
         except USAGE_ERROR as error:
             command = ctx.invoked_subcommand
-            message = error.format_message().rstrip(".")
-            _refuse(f"{message}. See `headrace {f'{command} ' if command else ''}--help`.")
+            message = error.format_message()
+            _refuse(f"{message}{'' if message.endswith(('.', '?')) else '.'} See `headrace {f'{command} ' if command else ''}--help`.")
 
 
 def _refuse(paragraph: str) -> NoReturn:
@@ -181,6 +181,17 @@ def doctor(
     from headrace.launcher.profile import load_profile
 
     raise typer.Exit(examine(config, overrides or (), load_profile(profile), ranks, nodes, as_json))
+
+
+@app.command()
+def trace(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, for instance runs/NAME.")],
+    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="New file; RUN/trace/trace.json if none.")] = None,
+) -> None:
+    """Put the traces of a run's ranks (run.trace: true) into one file for https://ui.perfetto.dev."""
+    from headrace.launcher.trace import merge_traces
+
+    typer.echo(f"written: {merge_traces(run, out)}")
 
 
 RunName = typer.Argument(metavar="RUN", help="Name of a run under ./runs, or its folder.")

@@ -39,6 +39,10 @@ class RunConfig(Section):
     keep_samples: int = Field(8, ge=0)
     """Prompts with answers that are kept of every step, in `samples.jsonl`."""
 
+    trace: bool = False
+    """Write what the main thread of every rank does, and when, to the folder `trace` of the run; `headrace trace RUN`
+    makes one file of it for https://ui.perfetto.dev."""
+
     wait_limit_s: float = Field(600.0, gt=0)
     """Longest wait for any other rank, in seconds; when it strikes the job ends and names the ranks waited for."""
 

@@ -31,6 +31,7 @@ from headrace.ranks.config import JobConfig
 from headrace.ranks.heartbeat import MainState
 from headrace.ranks.run import Rank
 from headrace.ranks.topology import plan_roles
+from headrace.ranks.trace import traced
 
 
 def run_debug(config: JobConfig, folder: Path, resume: bool, say: Callable[[str], None] = print) -> bool:
@@ -70,7 +71,13 @@ def run_debug(config: JobConfig, folder: Path, resume: bool, say: Callable[[str]
         limit_threads(ranks[0])
     generator = build_generator(ranks[1], data, Links())  # first: the trainer waits for what it holds
     parts = [build_trainer(ranks[0], data, Links()), generator]
-    with _stop_on_signals(ranks[0].stop), _couriers(parts, errors):
+    attempt = (folder / "latest").resolve().name
+    with (
+        _stop_on_signals(ranks[0].stop),
+        _couriers(parts, errors),
+        traced(ranks[0], attempt),
+        traced(ranks[1], attempt),
+    ):
         _take_turns([part.main() for part in parts], errors)
     return ranks[0].stop.is_set()
 

@@ -153,6 +153,9 @@ class GeneratorLoop:
         mustn't."""
         if not self._partial and (self._intake.generating or not self._in_force):
             return False
+        if not self._subscriber.waiting:
+            return False
+        self._main.set("taking in a version")  # with a broadcast this is where all meet
         version = self._subscriber.take()
         if version is None:
             return False

@@ -15,6 +15,7 @@ from __future__ import annotations
 import faulthandler
 import sys
 import time
+from collections.abc import Callable
 from typing import ClassVar
 
 from headrace.comm.errors import PeerLostError, WaitLimitError
@@ -33,11 +34,19 @@ class MainState:
 
     def __init__(self, state: str = "starting") -> None:
         self._entry = (state, time.monotonic())
+        self._begun = self._entry[1]
         self.version = -1
+        self.on_end: Callable[[str, float, float], None] | None = None
+        """Gets every state that has ended, and when it began and ended, by the monotonic clock."""
 
     def set(self, state: str) -> None:
         """Name what begins now. Naming the same state again says that it goes on well."""
-        self._entry = (state, time.monotonic())
+        now = time.monotonic()
+        before, self._entry = self._entry[0], (state, now)
+        if state != before:
+            if self.on_end is not None:
+                self.on_end(before, self._begun, now)
+            self._begun = now
 
     def read(self, now: float) -> tuple[str, float]:
         """(state, age in seconds)."""

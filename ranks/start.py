@@ -46,6 +46,7 @@ from headrace.ranks.run import Rank, run_main
 from headrace.ranks.seat import ROLE
 from headrace.ranks.startup import meet
 from headrace.ranks.topology import RoleMap, number_ranges, plan_roles
+from headrace.ranks.trace import traced
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -180,8 +181,9 @@ def _run(
     parts = build(shared, data, link(shared, comm))
     transport.on_lost = shared.living.lose
     parts.courier.start()
-    run_main(parts.main(), parts.wait)
-    shared.main.set(LEAVING)
+    with traced(shared, fail.folder.name):
+        run_main(parts.main(), parts.wait)
+        shared.main.set(LEAVING)
     parts.courier.stop(LEAVE_LIMIT_S)
 
 

@@ -79,7 +79,8 @@ def test_too_few_ranks_are_refused(ranks: int) -> None:
         (("run",), "Missing argument 'CONFIG'. See `headrace run --help`."),
         (("run", "c.yaml", "-n", "many"), "Invalid value for '-n'"),
         (("run", "c.yaml", "--fast"), "No such option: --fast"),
-        (("train", "c.yaml"), "No such command 'train'. See `headrace --help`."),
+        (("learn", "c.yaml"), "No such command 'learn'. See `headrace --help`."),
+        (("tracer", "c.yaml"), "Did you mean 'trace'? See `headrace --help`."),
     ],
 )
 def test_a_wrong_command_line_is_one_paragraph(arguments: tuple[str, ...], words: str) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import yaml
 from jobs import metrics_of, run_job
 from tiny import assert_same_bits, tiny_config
+
+from headrace.launcher.trace import merge_traces
 
 ONLY_OF_RANKS = {"attempt_#/mpirun.log"} | {f"attempt_#/rank_#.{end}" for end in ("log", "pid", "here")}
 
@@ -26,8 +30,23 @@ def debug(config: dict[str, object], folder: Path) -> None:
     subprocess.run([program, "debug", "job.yaml"], cwd=folder, check=True, timeout=120)
 
 
+def assert_all_states_are_traced(file: Path) -> None:
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names == {0: "trainer, rank 0", 1: "generator, rank 1"}
+    spans = [event for event in events if event["ph"] == "X"]
+    states = {rank: [span["args"]["state"] for span in spans if span["pid"] == rank] for rank in names}
+    assert [state for state in states[0] if state.startswith("training")] == [f"training step {n}" for n in range(3)]
+    assert [state for state in states[0] if state.startswith("pub")] == [f"publishing version {n}" for n in range(4)]
+    assert [state for state in states[1] if state.startswith("load")] == [f"loading version {n}" for n in range(4)]
+    for rank in names:
+        mine = [span for span in spans if span["pid"] == rank]
+        for before, after in pairwise(mine):
+            assert abs(before["ts"] + before["dur"] - after["ts"]) < 1.0, "a gap, or spans that overlap"
+
+
 def test_debug_trains_the_same_weights_and_leaves_the_same_files_as_a_run(tmp_path):
-    config = tiny_config(run={"steps": 3}, ranks={"generators": 1, "trainers": 1}, eval={"tasks": 4})
+    config = tiny_config(run={"steps": 3, "trace": True}, ranks={"generators": 1, "trainers": 1}, eval={"tasks": 4})
     one, other = tmp_path / "debug", tmp_path / "run"
     one.mkdir()
     other.mkdir()
@@ -38,6 +57,8 @@ def test_debug_trains_the_same_weights_and_leaves_the_same_files_as_a_run(tmp_pa
         assert_same_bits(one / checkpoint, other / checkpoint)
     assert files_of(other / "runs/job") - ONLY_OF_RANKS == files_of(one / "runs/job")
     assert {"metrics.jsonl", "evaluations.jsonl", "samples.jsonl"} <= files_of(one / "runs/job")
+    for folder in (one, other):
+        assert_all_states_are_traced(merge_traces(folder / "runs/job", tmp_path / "trace.json"))
     for line, same in zip(metrics_of(one), metrics_of(other), strict=True):
         assert line.keys() == same.keys()
         for name in ("reward/mean", "train/loss", "train/grad_norm", "tickets/trained"):

@@ -1,0 +1,39 @@
+"""One trace of a run from those of its ranks, for https://ui.perfetto.dev or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headrace.comm.errors import HeadraceError
+from headrace.comm.files import write_whole
+from headrace.ranks.trace import FOLDER
+
+
+def merge_traces(run: Path, out: Path | None) -> Path:
+    """Put what all ranks of the newest attempt have written so far into one file; returns its path.
+
+    Args:
+        run: run folder.
+        out: the new file; None: `trace/trace.json` in the run folder.
+
+    Raises:
+        HeadraceError: there are no traces, or the file can't be written.
+    """
+    files = sorted((run / FOLDER).glob("*_rank_*.jsonl"))
+    if not files:
+        raise HeadraceError(f"{run} has no traces. Ranks write them with run.trace: true in the config.")
+    newest = files[-1].name.partition("_rank_")[0]
+    events = [event for file in files if file.name.startswith(newest) for event in _events(file)]
+    target = out if out is not None else run / FOLDER / "trace.json"
+    try:
+        write_whole(target, json.dumps({"traceEvents": events}).encode())
+    except OSError as error:
+        raise HeadraceError(f"The trace can't be written: {error.strerror} ({target}).") from None
+    return target
+
+
+def _events(file: Path) -> list[dict[str, Any]]:
+    """Those of one rank, without a line that is still being written."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
