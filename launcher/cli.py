@@ -31,9 +31,10 @@ class _Paragraphs(TyperGroup):
         except HeadraceError as error:
             _refuse(str(error))
         except USAGE_ERROR as error:
-            command = ctx.invoked_subcommand
+            program = f"headrace {ctx.invoked_subcommand}" if ctx.invoked_subcommand else "headrace"
             message = error.format_message()
-            _refuse(f"{message}{'' if message.endswith(('.', '?')) else '.'} See `headrace {f'{command} ' if command else ''}--help`.")
+            end = "" if message.endswith((".", "?")) else "."
+            _refuse(f"{message}{end} See `{program} --help`.")
 
 
 def _refuse(paragraph: str) -> NoReturn:
