@@ -24,6 +24,9 @@ from headrace.comm.weights import Manifest, Slab, Version, WeightTensor, assembl
 WINDOW = 2
 """Buckets that a generator has asked one trainer for and not received: one on its way while the other is checked."""
 
+STAGING = 2
+"""Staging buffers: a version is pulled into one of them while the other is loaded."""
+
 _NOTHING = Manifest([], [])
 
 
@@ -111,7 +114,7 @@ class MpiSubscriber:
         verify: bool,
         wait_limit_s: float,
         delta: bool = False,
-        buffers: int = 2,
+        buffers: int = STAGING,
         slab: Callable[[], Slab] = Slab,
     ) -> None:
         self._transport = transport
@@ -129,7 +132,7 @@ class MpiSubscriber:
         # Shared by the two threads:
         self._lock = threading.Lock()
         self._most, self._slab = buffers, slab
-        self._staging = [self._new_staging() for _ in range(2)]
+        self._staging = [self._new_staging() for _ in range(STAGING)]
         self._ready: tuple[_Staging, list[WeightTensor]] | None = None
         transport.place(WeightsPart, self._place)
 

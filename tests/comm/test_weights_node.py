@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from headrace.comm.delta import Cheaper
 from headrace.comm.errors import HeadraceError, WaitLimitError
 from headrace.comm.simulated import Delay, SimulatedNetwork, no_delay
+from headrace.comm.transport import Received
 from headrace.comm.weights import TensorSpec, Version, WeightTensor
 from headrace.comm.weights_mpi import MpiPublisher
 from headrace.comm.weights_node import BUFFERS, NodeSubscriber, _describe
+from headrace.comm.weights_pull import WINDOW
 
 TICK_S = 0.01
 LIMIT_S = 100.0
@@ -230,6 +232,28 @@ def test_all_of_a_node_read_the_same_memory_and_only_one_of_them_is_sent_it() ->
         first.tensors[0].data[5] ^= 255
         assert found.tensors[0].data[5] == first.tensors[0].data[5]
         first.tensors[0].data[5] ^= 255
+
+
+def test_the_others_are_told_a_moment_before_a_version_is_whole() -> None:
+    world = World([2], trainers=2, nbytes=128 * 50)
+    first, other = world.nodes[0]
+    heard: list[str] = []
+    receive = world.subscribers[other].receive
+    left: list[int] = []
+
+    def listen(received: Received, now: float) -> None:
+        heard.append(type(received.message).__name__)
+        filling = world.subscribers[first]._pull._filling
+        left.append(sum(s.buckets - s.arrived for s in filling.incoming.values()) if filling else 0)
+        receive(received, now)
+
+    world.subscribers[other].receive = listen  # type: ignore[method-assign]
+    for version in range(3):
+        world.publish(version)
+        world.run(5)
+        world.take_all(version)
+    assert heard == ["NodeSoon", "NodeVersion"] * 3
+    assert all(0 < buckets <= 2 * WINDOW for buckets in left[::2])
 
 
 def test_two_buffers_do_where_nobody_is_slow_and_memory_stays_the_same() -> None:
