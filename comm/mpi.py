@@ -236,8 +236,14 @@ class MpiTransport:
             return False
 
     def _excuse(self, error: Exception, peer: int) -> None:
-        """Pass over an error that the death of the peer explains; `Improbe` will tell of it."""
-        if not self.survives or peer not in self._failed():
+        """Pass over an error that the death of the peer explains; `Improbe` will tell of it. Where MPI tells of no
+        deaths, it is what shows of one in the middle of a transfer."""
+        if not self.survives:
+            raise PeerLostError(
+                f"A transfer between ranks {self.rank} and {peer} broke off: rank {peer} has died; the end of its log "
+                f"in the run folder may say why. MPI says: {error}."
+            ) from error
+        if peer not in self._failed():
             raise error
 
     def _failed(self) -> list[int]:

@@ -72,8 +72,9 @@ def first_failure(
     """What failed first: the rank that a signal ended without a word, or the earliest error that a rank wrote down.
 
     Under srun the lifelines tell. Otherwise a rank that reports an error aborts the others, which then die without a
-    word, perhaps before itself; so the silent ones count first only if a signal, not an abort, gave the job its status;
-    and among them one that crashed before those that were killed.
+    word, perhaps before itself; so the silent ones count first only if a signal, not an abort, gave the job its status,
+    or if one of them died first and all errors are about the loss of others; and among them one that crashed before
+    those that were killed.
 
     Args:
         deaths: the ranks in the order in which they ended, as far as it is known.
@@ -98,12 +99,15 @@ def first_failure(
         accident = node or rank not in own_errors(attempt)
         return Failure(rank, f"Rank {rank} failed: {_text(errors[rank])}", (), log, accident)
     cause = _sudden_end(_name(rank, deaths, told), status)
+    if errors and status <= 128:  # the status of those that lost it
+        first, text = next((other, _text(file)) for other, file in errors.items())
+        cause = f"{_name(rank, deaths, told)} ended first, and left no error. Rank {first} lost it: {text}"
     if shutil.disk_usage(attempt.run).free < FULL_BYTES:
         cause += (
             f" The disk of {attempt.run} is full, so it couldn't write down why: free some space, then go on by "
             "--resume, or choose another run.dir."
         )
-    return Failure(rank, cause, _last_lines(log), log, accident=status > 128)
+    return Failure(rank, cause, _last_lines(log), log, accident=status > 128 or bool(errors))
 
 
 def _suspects(attempt: Attempt, status: int, deaths: Sequence[int], told: Sequence[Report]) -> list[int]:
@@ -116,7 +120,8 @@ def _suspects(attempt: Attempt, status: int, deaths: Sequence[int], told: Sequen
     silent.sort(key=lambda rank: not _has_crashed(attempt.rank_log(rank)))
     if told:  # srun reports those that it has ended itself, too, and perhaps before the one that failed
         return own + silent + reported
-    return silent + reported if status > 128 else reported + silent
+    lost_one = bool(deaths) and deaths[0] in silent and not own
+    return silent + reported if status > 128 or lost_one else reported + silent
 
 
 def _errors(attempt: Attempt) -> dict[int, Path]:

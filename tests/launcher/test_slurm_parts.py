@@ -121,6 +121,19 @@ def test_the_end_that_the_launcher_saw_first_counts_before_the_one_that_srun_tel
     assert first_failure(attempt, 137, [], told, output).cause.startswith("Rank 0 or 1 (on node1) was ended")
 
 
+def test_who_died_first_without_a_word_counts_before_those_that_only_lost_it(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path, 1)
+    attempt.folder.mkdir()
+    for name, text in (("error_001.txt", "A broadcast failed."), ("lost_001", "")):
+        (attempt.folder / name).write_text(text)
+    found = first_failure(attempt, 1, [3, 1, 0], [], [])
+    assert found.cause == "Rank 3 ended first, and left no error. Rank 1 lost it: A broadcast failed."
+    assert (found.rank, found.accident) == (3, True)
+    assert first_failure(attempt, 1, [1, 3, 0], [], []).cause == "Rank 1 failed: A broadcast failed."
+    (attempt.folder / "lost_001").unlink()
+    assert first_failure(attempt, 1, [3, 1, 0], [], []).cause == "Rank 1 failed: A broadcast failed."
+
+
 @pytest.mark.parametrize(("code", "status"), [(9, 137), (11, 139), (1, 1), (75, 75)])
 def test_over_hosts_the_status_is_the_one_that_mpich_names(code: int, status: int) -> None:
     assert exit_status(7, ["=   PID 8 RUNNING AT node3", f"=   EXIT CODE: {code}"]) == status

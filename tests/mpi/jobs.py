@@ -68,6 +68,26 @@ def run_job(
     return metrics_of(folder), output
 
 
+PROGRAM_DRIVER = """
+import sys
+from pathlib import Path
+from headrace.launcher.config import load
+from headrace.launcher.start import run_job
+sys.exit(run_job(load(Path("job.yaml")), False, False, (sys.argv[1],)))
+"""
+
+
+def run_program(
+    config: dict[str, Any], folder: Path, program: str, fault: str, limit_s: float = 200
+) -> tuple[list[dict[str, Any]], str, int]:
+    """A job whose ranks are those of `programs/{program}.py`, which reads what is to go wrong from FAULT: its metrics,
+    output and status."""
+    (folder / "job.yaml").write_text(yaml.safe_dump(merged(config, {"launch": {"env": {"FAULT": fault}}})))
+    command = [sys.executable, "-c", PROGRAM_DRIVER, str(Path(__file__).parent / "programs" / f"{program}.py")]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=limit_s, check=False)
+    return metrics_of(folder), ended.stdout + ended.stderr, ended.returncode
+
+
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     file = folder / "runs" / "job" / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

