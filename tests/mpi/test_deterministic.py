@@ -99,6 +99,7 @@ class Reference:
         (1, {"encoding": "delta"}),
         (3, {"node_shared": True}),
         pytest.param(3, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"transport": "collective"}, marks=pytest.mark.slow),
         pytest.param(4, {"node_shared": True, "encoding": "delta", "verify": True}, marks=pytest.mark.slow),
     ],
 )

@@ -23,7 +23,7 @@ MOMENT = {"samples": 7, "pull": 7, "bucket": 144, "part": 144, "broadcast": 144,
 SLOW = pytest.mark.slow
 
 
-def config(place: str = "", **sections: dict[str, Any]) -> dict[str, Any]:
+def config(place: str = "", shared: bool = False, **sections: dict[str, Any]) -> dict[str, Any]:
     base = latency_config(
         run={"steps": STEPS, "keep_samples": 1000, "wait_limit_s": 30},
         ranks={"generators": 2, "trainers": 2},
@@ -42,6 +42,7 @@ def config(place: str = "", **sections: dict[str, Any]) -> dict[str, Any]:
             "bucket_mb": 1,
             "verify": True,
             "transport": "collective" if place in ("broadcast", "root") else "mpi",
+            "node_shared": shared,
         },
     )
     return merged(base, sections)
@@ -52,22 +53,23 @@ def samples(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("place", "rank"),
+    ("place", "rank", "shared"),
     [
-        ("samples", 2),
-        ("bucket", 0),
-        pytest.param("broadcast", 3, marks=SLOW),
-        pytest.param("pull", 1, marks=SLOW),
-        pytest.param("part", 3, marks=SLOW),
-        pytest.param("broadcast", 1, marks=SLOW),
+        ("samples", 2, False),
+        ("bucket", 0, False),
+        pytest.param("broadcast", 3, False, marks=SLOW),
+        pytest.param("pull", 1, False, marks=SLOW),
+        pytest.param("part", 3, False, marks=SLOW),
+        pytest.param("broadcast", 1, False, marks=SLOW),
+        pytest.param("load", 3, True, marks=SLOW),
     ],
 )
 def test_a_rank_that_is_killed_in_the_middle_of_a_transfer_ends_the_job_and_is_named(
-    tmp_path: Path, place: str, rank: int
+    tmp_path: Path, place: str, rank: int, shared: bool
 ) -> None:
     began = time.monotonic()
     metrics, output, status = run_program(
-        config(place, run={"steps": 10_000}), tmp_path, "meddles", f"kill:{place}:{rank}:{MOMENT[place]}"
+        config(place, shared, run={"steps": 10_000}), tmp_path, "meddles", f"kill:{place}:{rank}:{MOMENT[place]}"
     )
     assert status not in (0, 75), output
     assert time.monotonic() - began < END_LIMIT_S
@@ -78,20 +80,23 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_transfer_ends_the_job_and_is_n
 
 
 @pytest.mark.parametrize(
-    ("place", "rank"),
+    ("place", "rank", "shared"),
     [
-        ("samples", 2),
-        pytest.param("broadcast", 0, marks=SLOW),
-        pytest.param("bucket", 0, marks=SLOW),
-        pytest.param("pull", 1, marks=SLOW),
-        pytest.param("part", 3, marks=SLOW),
-        pytest.param("broadcast", 3, marks=SLOW),
+        ("samples", 2, False),
+        pytest.param("broadcast", 0, False, marks=SLOW),
+        pytest.param("bucket", 0, False, marks=SLOW),
+        pytest.param("pull", 1, False, marks=SLOW),
+        pytest.param("part", 3, False, marks=SLOW),
+        pytest.param("broadcast", 3, False, marks=SLOW),
+        pytest.param("load", 3, True, marks=SLOW),
     ],
 )
 def test_nothing_is_lost_when_a_rank_is_stopped_for_a_while_in_the_middle_of_a_transfer(
-    tmp_path: Path, place: str, rank: int
+    tmp_path: Path, place: str, rank: int, shared: bool
 ) -> None:
-    metrics, output, status = run_program(config(place), tmp_path, "meddles", f"stop:{place}:{rank}:{MOMENT[place]}")
+    metrics, output, status = run_program(
+        config(place, shared), tmp_path, "meddles", f"stop:{place}:{rank}:{MOMENT[place]}"
+    )
     assert status == 0, output
     assert "meddled: stop" in (tmp_path / f"runs/job/latest/rank_{rank:03d}.log").read_text()
     check_books(metrics, STALENESS)
@@ -100,9 +105,11 @@ def test_nothing_is_lost_when_a_rank_is_stopped_for_a_while_in_the_middle_of_a_t
     assert len(trained) == len({*trained}) > 0
 
 
-@pytest.mark.parametrize("place", ["bucket", "root"])
-def test_damaged_weights_are_never_sampled_with_and_tensor_and_sender_are_named(tmp_path: Path, place: str) -> None:
-    _, output, status = run_program(config(place), tmp_path, "meddles", f"corrupt:{place}:1:{MOMENT[place]}")
+@pytest.mark.parametrize(("place", "shared"), [("bucket", False), ("bucket", True), ("root", False)])
+def test_damaged_weights_are_never_sampled_with_and_tensor_and_sender_are_named(
+    tmp_path: Path, place: str, shared: bool
+) -> None:
+    _, output, status = run_program(config(place, shared), tmp_path, "meddles", f"corrupt:{place}:1:{MOMENT[place]}")
     assert status not in (0, 75), output
     told = re.search(r"Version (\d+) of the weights: tensor 'made_up.1' from trainer rank 1 arrived damaged", output)
     assert told, output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from headrace.comm.delta import Cheaper
+from headrace.comm.simulated import SimulatedNetwork
+from headrace.comm.weights import Version, WeightTensor
+from headrace.comm.weights_mpi import MpiPublisher
+from headrace.comm.weights_pull import MpiSubscriber
 from headrace.rollout.config import RolloutConfig
 from headrace.rollout.engine import Request, SamplingParams
 from headrace.rollout.engines import make_engine
@@ -31,6 +37,32 @@ MODELS = {
     "qwen2 tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3 untied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),
 }
+
+
+BUCKET_BYTES = 1000
+"""Smaller than most tensors."""
+
+
+class Channel:
+    """From a trainer (rank 0) to a generator (rank 1) in one process."""
+
+    def __init__(self, delta: bool) -> None:
+        network = SimulatedNetwork(2)
+        cheaper = Cheaper() if delta else None
+        self._transports = [network.transport(rank) for rank in range(2)]
+        self._publisher = MpiPublisher(self._transports[0], [1], BUCKET_BYTES, True, 1.0, cheaper)
+        self._subscriber = MpiSubscriber(self._transports[1], [0], True, 1.0, delta)
+
+    def send(self, version: int, tensors: Iterator[WeightTensor]) -> Version:
+        self._publisher.publish(version, tensors)
+        for _ in range(10_000):
+            for transport, service in zip(self._transports, (self._publisher, self._subscriber), strict=True):
+                for received in transport.poll():
+                    service.receive(received, 0.0)
+                service.tick(0.0)
+            if (found := self._subscriber.take()) is not None:
+                return found
+        raise AssertionError(f"version {version} doesn't come")
 
 
 def likelihood(logprobs, entropy, batch, counts):
@@ -59,17 +91,22 @@ def trajectory(prompt: np.ndarray, pairs: list[tuple[int, float]]) -> TrainSampl
     return TrainSample(tokens, mask, mask.copy(), logprobs, mask.astype(np.int32), group=0)
 
 
+@pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_log_probs_of_both_sides_agree_after_every_update(tmp_path: Path, name: str) -> None:
-    """For tied embeddings, fused projections and all names."""
+def test_log_probs_of_both_sides_agree_after_every_update(tmp_path: Path, name: str, delta: bool) -> None:
+    """For tied embeddings, fused projections, all names and tensors larger than a bucket, over the weight channel."""
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(MODELS[name]).save_pretrained(tmp_path)
     config = TrainConfig(lr=3e-2, micro_batch_tokens=64)
     trainer = TorchTrainEngine(tmp_path, config, "float32", 10, torch.device("cpu"), None, 0, False, temperature=0.7)
     generator = make_engine(RolloutConfig(slots=4), tmp_path, "float32", "cpu", 0, False, None)
-    earlier = None
+    channel, earlier = Channel(delta), None
     for version in range(4):
-        generator.load_weights(version, trainer.export_weights("float32", 0, 1))
+        sent = channel.send(version, trainer.export_weights("float32", 0, 1))
+        assert sent.version == version
+        assert any(tensor.spec.nbytes > BUCKET_BYTES for tensor in sent.tensors)
+        generator.load_weights(version, sent.tensors)
+        sent.release()
         samples = sample(generator, 6)
         for one, logprobs in zip(samples, trainer.forward(samples), strict=True):
             sampled = one.loss_mask > 0

@@ -4,7 +4,16 @@ Here: deaths, rewards that raise or hang, long samples, stops, lost counts. Else
 
 - whoever is missing at the start, hangs, or falls silent is named, within a limit: tests/ranks/test_courier.py,
   tests/ranks/test_failure.py, tests/mpi/test_silence.py
-- collectives have one order on all ranks, and updates reach all generators: tests/mpi/test_weights_ranks.py
+- updates reach all generators: tests/mpi/test_weights_ranks.py; both sides agree after each of them, for tied and
+  untied models and fused projections: tests/ranks/test_weights_agree.py; keys and values of the old weights are
+  dropped, or kept as they are: tests/rollout/test_engine_weights.py (there is no cache of prefixes)
+- a tensor larger than a bucket: tests/comm/test_weights_buckets.py
+- collectives have one order on all ranks of worlds of 2 to 8, and 200 updates need no more files and threads than ten:
+  tests/mpi/test_syncs.py; no fixed port: tests/comm/test_groups.py
+- two saves differ, and each equals its step: tests/train/engine/test_engine.py; killed at every point of a save, a
+  whole checkpoint is found: tests/train/test_checkpoint.py
+- ranks that die, stop or send damaged bytes in the middle of a transfer of samples or weights, an exception while
+  weights are loaded, and an update beside a long sample: tests/mpi/test_transfers.py
 - generation that waits for a version goes on after it: tests/ranks/test_generator.py
 - the end of the data, S = 0, replicas with groups of their own, a resume within the bound from the first step, a failed
   group that would hold up a resume: test_worlds.py
