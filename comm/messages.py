@@ -23,7 +23,7 @@
     generator ── WeightsPull(version, bucket) ──▶ trainer            that bucket please, or (collective): I have joined
     generator ◀─ WeightsPart(...) + buffer ─────── trainer
     generator ── WeightsTaken(version) ─────────▶ trainer            the snapshot may be reused
-    generator ── NodeSoon() ────────────────────▶ generators of its node   a version is whole soon
+    generator ── NodeSoon() ────────────────────▶ generators of its node   a version is on its way, or nearly whole
     generator ── NodeVersion(version, ...) ─────▶ generators of its node   a version is whole in memory that you can see
     generator ── NodeReturned(version) ─────────▶ generator          I don't read it any more
     generator ── Salvaged(groups) ──────────────▶ trainer 0          at the start of a resumed run, see `ranks.resume`
@@ -309,7 +309,7 @@ class NodeShare(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NodeSoon(Message, frozen=True):
-    """A version will be whole in a moment. It does nothing but end the receiver's nap, which then takes short ones."""
+    """A version is on its way, or nearly whole. It does nothing but end the receiver's nap; the next ones are short."""
 
 
 class NodeVersion(Message, frozen=True):

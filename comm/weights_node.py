@@ -3,7 +3,7 @@
     trainers        first generator of the node: courier         every generator of the node
     WeightsReady ─▶ pulls as `weights_pull.py` does,
     WeightsPart  ─▶ into memory that the node shares
-                    nearly ── NodeSoon() ──────────────────────▶ courier: takes short naps
+                    begun, and nearly whole ── NodeSoon() ─────▶ courier: takes short naps for a while
                     whole ── NodeVersion(v, where it is) ──────▶ courier: newer than what I have? ─▶ main: take()
                                                                                     │ no               loads in place
                     lent to nobody ◀── NodeReturned(v) ─────────────────────────────┴───────────────── release()
@@ -37,7 +37,7 @@ from typing import ClassVar
 import msgspec
 
 from headrace.comm.errors import HeadraceError, WaitLimitError
-from headrace.comm.messages import Message, NodeReturned, NodeShare, NodeSoon, NodeVersion
+from headrace.comm.messages import Message, NodeReturned, NodeShare, NodeSoon, NodeVersion, WeightsReady
 from headrace.comm.shared_memory import Segment, SharedSlab, map_segment
 from headrace.comm.transport import Buffer, Received, Transport
 from headrace.comm.weights import Manifest, Slab, Version, WeightTensor, assemble, check_tensor, unpack
@@ -101,8 +101,8 @@ class NodeSubscriber:
         self._loans: dict[int, _Loan] = {}
         """By version."""
         self._starved_since: float | None = None
-        self._told_soon = -1
-        """The newest version of which the others know that it is whole soon."""
+        self._told_begun = self._told_nearly_whole = -1
+        """The newest versions of which the others know so."""
         self._maps: dict[tuple[int, str], tuple[Segment, Buffer]] = {}
         """(owner, name) → memory of others."""
         # Shared by the two threads:
@@ -143,6 +143,11 @@ class NodeSubscriber:
         match received.message:
             case NodeSoon():
                 pass
+            case WeightsReady(version=version):
+                self._pull.receive(received, now)
+                if version > self._told_begun:
+                    self._told_begun = version
+                    self._tell(NodeSoon())
             case NodeVersion() as message:
                 self._look_at(received.source, message)
             case NodeReturned(problem="", version=version):
@@ -161,8 +166,8 @@ class NodeSubscriber:
         while self._released:
             self._give_back(self._released.popleft())
         self._pull.tick(now)
-        if self._pull.last_asked > self._told_soon:
-            self._told_soon = self._pull.last_asked
+        if self._pull.last_asked > self._told_nearly_whole:
+            self._told_nearly_whole = self._pull.last_asked
             self._tell(NodeSoon())
         found = self._pull.take()
         if found is not None:
