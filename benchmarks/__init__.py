@@ -11,9 +11,11 @@ import statistics
 from collections.abc import Callable, Sequence
 
 
-def report(name: str, case: str, ours: float, theirs: float, unit: str, as_json: bool) -> None:
-    """Print one result; `ratio` is ours / theirs."""
-    ratio = ours / theirs
+def report(
+    name: str, case: str, ours: float, theirs: float, unit: str, as_json: bool, less_is_better: bool = False
+) -> None:
+    """Print one result; `ratio` is ours / theirs, or the reverse where less is better."""
+    ratio = theirs / ours if less_is_better else ours / theirs
     if as_json:
         row = {"name": name, "case": case, "ours": round(ours, 4), "theirs": round(theirs, 4), "unit": unit}
         print(json.dumps(row | {"ratio": round(ratio, 3)}), flush=True)

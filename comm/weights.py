@@ -68,6 +68,8 @@ class Version:
     """Views of the channel's buffers, valid until `release`."""
     release: Callable[[], None]
     """Give the buffers back; call it once the engine has loaded (or refused) the tensors."""
+    lasting: bool = False
+    """It may be released as late as when the next one is loaded: there are buffers enough."""
 
 
 class Publisher(Service, Protocol):
@@ -172,6 +174,20 @@ def unpack(specs: Sequence[TensorSpec], data: npt.NDArray[np.uint8]) -> list[Wei
     return [
         WeightTensor(spec, data[offset : offset + spec.nbytes]) for spec, offset in zip(specs, offsets, strict=True)
     ]
+
+
+def joined(parts: Sequence[WeightTensor]) -> npt.NDArray[np.uint8] | None:
+    """The bytes of tensors that lie one right behind the other in one buffer; None if they don't."""
+    base = parts[0].data.base
+    if base is None or any(part.data.base is not base for part in parts):
+        return None
+    start = parts[0].data.ctypes.data - base.ctypes.data
+    end = start
+    for part in parts:
+        if part.data.ctypes.data != base.ctypes.data + end:
+            return None
+        end += part.data.nbytes
+    return base[start:end]
 
 
 def assemble(version: int, shares: dict[int, list[WeightTensor]]) -> list[WeightTensor]:

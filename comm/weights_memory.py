@@ -18,7 +18,7 @@ from typing import Literal
 
 from headrace.comm.weights_mpi import SNAPSHOTS
 from headrace.comm.weights_node import BUFFERS
-from headrace.comm.weights_pull import STAGING, WINDOW
+from headrace.comm.weights_pull import LASTING, STAGING, WINDOW
 
 HCCL_BUFFERS = 2
 """HCCL takes `HCCL_BUFFSIZE` so many times per group."""
@@ -55,6 +55,7 @@ def weights_memory(
     bucket_bytes: int,
     delta: bool = False,
     node_shared: bool = False,
+    used_in_place: bool = False,
     accelerator: bool = False,
     hccl_buffer_bytes: int = 0,
 ) -> ChannelMemory:
@@ -66,6 +67,7 @@ def weights_memory(
         bucket_bytes: `weights.bucket_mb` in bytes.
         delta: `weights.encoding: delta`.
         node_shared: `weights.node_shared`.
+        used_in_place: engines use weights where they have arrived; one of the versions is then the engine's own.
         accelerator: whether weights go through a device.
         hccl_buffer_bytes: `HCCL_BUFFSIZE` in bytes; 0 where the device group isn't HCCL's.
     """
@@ -74,7 +76,8 @@ def weights_memory(
     share, version = max(shares), sum(shares)
     snapshots = SNAPSHOTS + delta
     trainer = {"snapshots": snapshots * share, "the last of them while it grows": share}
-    staging = {"whole versions": (BUFFERS if node_shared else STAGING) * version}
+    buffers = BUFFERS if node_shared else LASTING if used_in_place else STAGING
+    staging = {"whole versions": buffers * version}
     generator: Parts = {}
     if delta:
         # A generator has the version before in general; what has changed since is kept with each snapshot, and is

@@ -26,6 +26,8 @@ WINDOW = 2
 
 STAGING = 2
 """Staging buffers: a version is pulled into one of them while the other is loaded."""
+LASTING = 3
+"""The same, where a version may be kept until the next one is loaded."""
 
 _NOTHING = Manifest([], [])
 
@@ -96,7 +98,8 @@ class MpiSubscriber:
         verify: compare every tensor with its checksum; the trainers must send them.
         wait_limit_s: longest silence of a trainer that owes something, in seconds.
         delta: ask for the changes since the version held.
-        buffers: most staging buffers; those after the second are made when all others are in use.
+        buffers: most staging buffers; those after the second are made when all others are in use. With a third one a
+            version may be kept until the next one is loaded.
         slab: makes the memory of one trainer's share in a staging buffer.
 
     Raises (from `receive` and `tick`, in the courier):
@@ -148,7 +151,7 @@ class MpiSubscriber:
             if self._ready is None:
                 return None
             (staging, tensors), self._ready = self._ready, None
-        return Version(staging.version, tensors, partial(self._release, staging))
+        return Version(staging.version, tensors, partial(self._release, staging), self._most > STAGING)
 
     @property
     def starved(self) -> bool:

@@ -19,7 +19,7 @@ from headrace.comm.trajectories import TrajectoryStore
 from headrace.comm.weights import Publisher, Subscriber
 from headrace.comm.weights_mpi import MpiPublisher
 from headrace.comm.weights_node import NodeSubscriber
-from headrace.comm.weights_pull import MpiSubscriber
+from headrace.comm.weights_pull import LASTING, STAGING, MpiSubscriber
 from headrace.ranks.archive import Archived, ArchiveFiles, ArchiveWriter, launches_in, read_share
 from headrace.ranks.config import JobConfig
 from headrace.ranks.generator_rank import GeneratorRank
@@ -165,7 +165,8 @@ def make_subscriber(rank: Rank, links: Links) -> Subscriber:
     if links.everyone is None:
         limit, delta = rank.config.run.wait_limit_s, config.encoding == "delta"
         if not config.node_shared:
-            return MpiSubscriber(rank.transport, roles.trainers, config.verify, limit, delta)
+            buffers = LASTING if used_in_place(rank.config, links) else STAGING
+            return MpiSubscriber(rank.transport, roles.trainers, config.verify, limit, delta, buffers)
         mates = roles.node_mates(rank.rank)
         subscriber = NodeSubscriber(rank.transport, roles.trainers, mates, config.verify, limit, delta)
         rank.living.on_loss.append(subscriber.drop)
@@ -173,6 +174,13 @@ def make_subscriber(rank: Rank, links: Links) -> Subscriber:
     from headrace.comm.weights_collective import CollectiveSubscriber
 
     return CollectiveSubscriber(rank.transport, _broadcaster(rank, links), roles.trainers, config.verify)
+
+
+def used_in_place(config: JobConfig, links: Links) -> bool:
+    """Whether the engine uses weights where they have arrived. Changes are made in the buffer of the version before."""
+    on_cpu = links.device is None or links.device.kind == "cpu"
+    same_format = config.weights.dtype in ("model", config.model.dtype)
+    return config.rollout.engine == "torch" and on_cpu and same_format and config.weights.encoding == "full"
 
 
 def _broadcaster(rank: Rank, links: Links) -> Broadcaster:

@@ -25,7 +25,7 @@ one turn's groups before the next is taken in: else none would be started where 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import ClassVar
 
 from headrace.comm.courier import Courier
@@ -126,6 +126,8 @@ class GeneratorLoop:
         self._groups: dict[Key, Group] = {}
         self._loaded = -1
         """The newest version from the trainers."""
+        self._release_kept: Callable[[], None] = lambda: None
+        """Gives back the memory of the version that the engine had before."""
         self._unused = False
         """No group was started since that version was loaded, and one must be before the next; never with `partial`."""
         self._tally = Tally()
@@ -160,8 +162,12 @@ class GeneratorLoop:
         if version is None:
             return False
         self._main.set(f"loading version {version.version}")
-        self.engine.load_weights(version.version, version.tensors)
-        version.release()
+        self.engine.load_weights(version.version, version.tensors, version.lasting)
+        self._release_kept()
+        if version.lasting:
+            self._release_kept = version.release
+        else:
+            version.release()
         self._loaded, self._unused = version.version, not self._partial
         self._main.version = self.engine.version
         return True

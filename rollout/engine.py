@@ -87,9 +87,10 @@ class Engine(Protocol):
         """Admit what fits, generate one token for every running request; empty when there is nothing to do."""
         ...
 
-    def load_weights(self, version: int, tensors: Iterable[WeightTensor]) -> None:
+    def load_weights(self, version: int, tensors: Iterable[WeightTensor], lasting: bool = False) -> None:
         """Switch to a version, between two steps. Running requests go on. Raises before anything was changed when
-        names, shapes or dtypes don't match; the old weights stay in force then."""
+        names, shapes or dtypes don't match; the old weights stay in force then. `lasting`: the memory of the tensors
+        stays as it is until the next call has returned, so that weights may be used in place."""
         ...
 
     def capacity(self) -> Capacity: ...

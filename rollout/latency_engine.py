@@ -112,7 +112,7 @@ class LatencyEngine:
     def capacity(self) -> Capacity:
         return Capacity(self._slots, len(self._running), len(self._waiting))
 
-    def load_weights(self, version: int, tensors: Iterable[WeightTensor]) -> None:
+    def load_weights(self, version: int, tensors: Iterable[WeightTensor], lasting: bool = False) -> None:
         """Take in the tensors; the version comes into force after a random delay, without keeping `step` waiting."""
         for _ in tensors:
             pass

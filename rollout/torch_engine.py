@@ -12,7 +12,7 @@ step is several passes of fixed shape instead: all slots over the whole context,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from headrace.comm.errors import DataError
-from headrace.comm.weights import WeightTensor
+from headrace.comm.weights import WeightTensor, joined
 from headrace.rollout.architecture import read_architecture
 from headrace.rollout.engine import Capacity, Chunk, Request
 from headrace.rollout.kv_cache import CachedAttention, KVCache, Prompt, rounded
 from headrace.rollout.random import stream_of, uniforms
 from headrace.rollout.sampling import sample
 from headrace.rollout.slots import CompactSlots, FixedSlots, Sequence, Slots
-from headrace.rollout.transformer import Transformer
+from headrace.rollout.transformer import InPlace, Transformer
 
 PROMPT_TOKENS = 4096
 """No more than this many prompt tokens are computed in one pass, unless a single prompt is longer."""
@@ -115,13 +115,12 @@ class TorchEngine:
         return chunks
 
     @torch.inference_mode()
-    def load_weights(self, version: int, tensors: Iterable[WeightTensor]) -> None:
+    def load_weights(self, version: int, tensors: Iterable[WeightTensor], lasting: bool = False) -> None:
         """See `Engine`. Any floating-point format is taken and converted; raises `DataError` on a mismatch."""
         incoming = list(tensors)
         self._model.check({tensor.spec.name: tensor.spec.shape for tensor in incoming})
-        views = [(tensor.spec.name, as_torch(tensor)) for tensor in incoming]
-        for name, view in views:
-            self._model.copy(name, view)
+        views = {tensor.spec.name: as_torch(tensor) for tensor in incoming}
+        self._model.load(views, in_place({tensor.spec.name: tensor for tensor in incoming}) if lasting else None)
         self.version = version
         if self._kv == "recompute":
             self._recompute()
@@ -262,6 +261,19 @@ class TorchEngine:
             batch.append((cached, [sequence]))
         if batch:
             self._forward(0, batch)
+
+
+def in_place(tensors: Mapping[str, WeightTensor]) -> InPlace:
+    """Finds tensors that lie one behind the other."""
+
+    def find(names: Iterable[str]) -> Tensor | None:
+        parts = [tensors[name] for name in names]
+        data, formats = joined(parts), {part.spec.dtype for part in parts}
+        if data is None or len(formats) > 1 or not data.flags.writeable:  # torch has no read-only tensors
+            return None
+        return torch.from_numpy(data).view(DTYPES[formats.pop()])
+
+    return find
 
 
 def as_torch(tensor: WeightTensor) -> Tensor:

@@ -1,13 +1,13 @@
 """The forward pass of Llama, Qwen2 and Qwen3, and where their Hugging Face weights go.
 
 Query, key and value projections are one matrix, and so are gate and up; every name of a checkpoint is a view into
-these, so that loading a version is a plain copy, in place.
+these, so that loading a version is a plain copy, or none at all: weights may be used where they are.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -31,7 +31,7 @@ class Attention(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Layer:
     """The weights of one decoder layer, [out, in] each."""
 
@@ -47,8 +47,25 @@ class Layer:
     down: Tensor
 
 
+IN_LAYER = {
+    "input_norm": ("input_layernorm.weight",),
+    "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "q_norm": ("self_attn.q_norm.weight",),
+    "k_norm": ("self_attn.k_norm.weight",),
+    "output": ("self_attn.o_proj.weight",),
+    "output_bias": ("self_attn.o_proj.bias",),
+    "mlp_norm": ("post_attention_layernorm.weight",),
+    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "down": ("mlp.down_proj.weight",),
+}
+"""Field of a layer → names of what it holds, within the layer."""
+
+InPlace = Callable[[Sequence[str]], Tensor | None]
+
+
 class Transformer:
-    """Weights and forward pass. Weights are undefined until `load_folder` or `check` and `copy` have filled them."""
+    """Weights and forward pass. Weights are undefined until `load_folder` or `check` and `load` have set them."""
 
     def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:
         self.arch = arch
@@ -59,6 +76,8 @@ class Transformer:
         self.lm_head = self.embedding if arch.tied else self._empty(arch.vocabulary, arch.hidden)
         self.layers = [self._new_layer() for _ in range(arch.layers)]
         self.parameters = self._named_views()
+        self._own = {names: getattr(holder, field) for holder, field, names in self._places()}
+        """Memory of the model's own, by what is in it; not of weights that are used in place."""
         self._cos, self._sin = self._rotary_tables()
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attention) -> Tensor:
@@ -94,10 +113,29 @@ class Transformer:
             more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise DataError(f"These weights don't fit the model of the engine: {'; '.join(problems[:5])}{more}.")
 
-    def copy(self, name: str, tensor: Tensor) -> None:
-        """Copy one checked tensor, of any floating-point format, into its place."""
-        if name in self.parameters:  # a tied output layer is not
-            self.parameters[name].copy_(tensor)
+    def load(self, tensors: Mapping[str, Tensor], in_place: InPlace | None = None) -> None:
+        """Take checked tensors, of any floating-point format, as the weights: copied, or where they are.
+
+        Args:
+            tensors: by name.
+            in_place: gives what is under these names as one flat tensor, if it is one piece of memory; that memory is
+                used until the next call. None copies everything.
+        """
+        for holder, field, names in self._places():
+            flat = in_place(names) if in_place is not None else None
+            if flat is not None and (flat.dtype, flat.device) == (self.dtype, self.device):
+                self._own.pop(names, None)
+                setattr(holder, field, flat.view(getattr(holder, field).shape))
+            else:
+                own = self._own.get(names)
+                if own is None:
+                    own = self._own[names] = torch.empty_like(getattr(holder, field))
+                for name, view in zip(names, torch.split(own, [len(tensors[name]) for name in names]), strict=True):
+                    view.copy_(tensors[name])
+                setattr(holder, field, own)
+        if self.arch.tied:
+            self.lm_head = self.embedding
+        self.parameters = self._named_views()
 
     def load_folder(self, folder: Path) -> None:
         """Fill all weights from the safetensors files of a Hugging Face folder.
@@ -113,7 +151,8 @@ class Transformer:
         for file in _weight_files(folder):
             with safe_open(file, framework="pt") as tensors:
                 for name in _weight_names(tensors.keys()):
-                    self.copy(name, tensors.get_tensor(name))
+                    if name in self.parameters:  # a tied output layer is not
+                        self.parameters[name].copy_(tensors.get_tensor(name))
 
     def _project(self, layer: Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated queries [T, heads, head_dim], and rotated keys above values [T, 2 * kv_heads, head_dim]."""
@@ -160,33 +199,25 @@ class Transformer:
 
     def _named_views(self) -> dict[str, Tensor]:
         """Every tensor of the checkpoint, by its Hugging Face name, as a view into the weights."""
-        views = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
-        if not self.arch.tied:
-            views[LM_HEAD] = self.lm_head
-        for index, layer in enumerate(self.layers):
-            views |= {f"model.layers.{index}.{name}": view for name, view in self._layer_views(layer)}
+        arch = self.arch
+        heads = [arch.heads * arch.head_dim] + [arch.kv_heads * arch.head_dim] * 2
+        rows = {"qkv": heads, "qkv_bias": heads, "gate_up": [arch.intermediate] * 2}
+        views: dict[str, Tensor] = {}
+        for holder, field, names in self._places():
+            whole: Tensor = getattr(holder, field)
+            views |= zip(names, torch.split(whole, rows.get(field, [len(whole)])), strict=True)
         return views
 
-    def _layer_views(self, layer: Layer) -> Iterable[tuple[str, Tensor]]:
-        arch = self.arch
-        widths = [arch.heads * arch.head_dim] + [arch.kv_heads * arch.head_dim] * 2
-        for suffix, fused in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
-            if fused is not None:
-                for name, view in zip("qkv", torch.split(fused, widths), strict=True):
-                    yield f"self_attn.{name}_proj.{suffix}", view
-        gate, up = layer.gate_up.chunk(2)
-        others = {
-            "input_layernorm.weight": layer.input_norm,
-            "self_attn.q_norm.weight": layer.q_norm,
-            "self_attn.k_norm.weight": layer.k_norm,
-            "self_attn.o_proj.weight": layer.output,
-            "self_attn.o_proj.bias": layer.output_bias,
-            "post_attention_layernorm.weight": layer.mlp_norm,
-            "mlp.gate_proj.weight": gate,
-            "mlp.up_proj.weight": up,
-            "mlp.down_proj.weight": layer.down,
-        }
-        yield from ((name, view) for name, view in others.items() if view is not None)
+    def _places(self) -> Iterable[tuple[object, str, tuple[str, ...]]]:
+        """(object, attribute, names in the checkpoint of what it holds, one behind the other), of all weights."""
+        yield self, "embedding", ("model.embed_tokens.weight",)
+        yield self, "norm", ("model.norm.weight",)
+        if not self.arch.tied:
+            yield self, "lm_head", (LM_HEAD,)
+        for index, layer in enumerate(self.layers):
+            for field, names in IN_LAYER.items():
+                if getattr(layer, field) is not None:
+                    yield layer, field, tuple(f"model.layers.{index}.{name}" for name in names)
 
 
 def _weight_names(names: Iterable[str]) -> list[str]:

@@ -54,7 +54,7 @@ class Engine:
     def capacity(self):
         return Capacity(self.slots, len(self.running), len(self.waiting))
 
-    def load_weights(self, version, tensors):
+    def load_weights(self, version, tensors, lasting=False):
         self.coming.append([self.delay, version])
         self.come_into_force()
 

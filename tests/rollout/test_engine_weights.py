@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headrace.comm.errors import DataError
-from headrace.comm.weights import TensorSpec, WeightTensor
+from headrace.comm.weights import Slab, TensorSpec, WeightTensor, pack, unpack
 from headrace.rollout.torch_engine import TorchEngine, load_torch_engine
 
 from .conftest import make_folder
@@ -162,6 +162,43 @@ def test_a_tied_output_layer_may_come_along_or_not(tmp_path: Path) -> None:
     engine.load_weights(1, iter([*tensors, copy]))
     engine.load_weights(2, iter(tensors))
     assert engine.version == 2
+
+
+def in_one_buffer(folder: Path, slab: Slab) -> list[WeightTensor]:
+    """The tensors of a folder as they arrive, in the order in which the model has them."""
+    tensors = {tensor.spec.name: tensor for tensor in folder_weights(folder)}
+    names = [name for name, _ in hf_model(folder).named_parameters()]
+    share = pack((tensors[name] for name in names), slab, verify=False)
+    return unpack(share.manifest.specs, share.data)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_lasting_weights_are_used_where_they_are_and_never_written(tmp_path: Path, family: str, tied: bool) -> None:
+    folders = [make_folder(tmp_path / str(n), family, tied=tied, seed=n) for n in range(3)]
+    slabs = [Slab() for _ in folders]
+    first, second = (in_one_buffer(folder, slab) for folder, slab in zip(folders[1:], slabs[1:], strict=True))
+    engine = engine_of(folders[0])
+    batch = prompts(3)
+
+    engine.load_weights(1, first, lasting=True)
+    assert sample_all(engine, batch) == sample_all(engine_of(folders[1]), batch)
+    there = {view.data_ptr() for view in engine._model.parameters.values()}
+    lent = {tensor.data.ctypes.data for tensor in first}
+    assert len(there & lent) >= len(there) * (0.5 if family == "qwen2" else 1.0), "weights were copied"
+    sent = [tensor.data.copy() for tensor in first]
+    engine.load_weights(2, second)
+    assert sample_all(engine, batch) == sample_all(engine_of(folders[2]), batch)
+    assert not {view.data_ptr() for view in engine._model.parameters.values()} & {t.data.ctypes.data for t in second}
+    for tensor, before in zip(first, sent, strict=True):
+        np.testing.assert_array_equal(tensor.data, before)
+
+
+def sample_all(engine: TorchEngine, batch: list[np.ndarray]) -> list[list[int]]:
+    for i, prompt in enumerate(batch):
+        engine.add(request(i, prompt, temperature=1.0))
+    samples = run(engine)
+    return [samples[i].tokens for i in range(len(batch))]
 
 
 def test_the_engine_keeps_no_reference_to_the_incoming_buffers(llama_folder: Path, other_llama_folder: Path) -> None:

@@ -84,10 +84,10 @@ def meddling_receive(self: MpiSubscriber, received: Received, now: float) -> Non
     receive(self, received, now)
 
 
-def meddling_load(self: LatencyEngine, version: int, tensors: Iterable[WeightTensor]) -> None:
+def meddling_load(self: LatencyEngine, version: int, tensors: Iterable[WeightTensor], lasting: bool = False) -> None:
     if due("load", rank_of(os.environ)):
         act()
-    load(self, version, tensors)
+    load(self, version, tensors, lasting)
 
 
 class Handle:
