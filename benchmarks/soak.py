@@ -28,7 +28,7 @@ START_LIMIT_S = 180
 """For the start and the end of all ranks."""
 MOST_MEMORY = 24 << 30
 """Bytes of all ranks together."""
-GROWTH = 1.05
+GROWTH = 1.1
 """How much larger the peak of all ranks may be in the last quarter of the run than in the one before, …"""
 RANK_GROWTH = 1.25
 """… and that of one rank; …"""

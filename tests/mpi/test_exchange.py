@@ -41,3 +41,14 @@ def test_large_columns_of_every_kind_arrive_bit_for_bit_and_a_wrong_schema_is_to
     ended = run_ranks(mpi, 4, "share_samples").check()
     assert ended.stdout.count("all groups were right") == 3
     assert ended.stdout.count("tokens is int32 [*] there and int64 [*] here") == 1
+
+
+def test_an_owner_that_is_stopped_in_the_middle_of_an_answer_goes_on_and_nothing_is_lost(mpi: str) -> None:
+    ended = run_ranks(mpi, 3, "owner_fails", "stop", limit_s=60).check()
+    assert sorted(re.findall(r"rank \d has it all", ended.stdout)) == ["rank 0 has it all", "rank 2 has it all"]
+
+
+def test_an_owner_that_is_killed_in_the_middle_of_an_answer_ends_the_program(mpi: str) -> None:
+    ended = run_ranks(mpi, 3, "owner_fails", "kill", limit_s=60)
+    assert ended.status not in (0, 124), f"{ended.status} {ended.stdout} {ended.stderr}"
+    assert re.search(r"EXIT CODE: 9|process rank 1 with PID|rank 1 has died", ended.stdout + ended.stderr), ended
