@@ -14,7 +14,7 @@ from headrace.comm.delta import Cheaper
 from headrace.comm.simulated import SimulatedNetwork
 from headrace.comm.weights import Version, WeightTensor
 from headrace.comm.weights_mpi import MpiPublisher
-from headrace.comm.weights_pull import MpiSubscriber
+from headrace.comm.weights_pull import LASTING, STAGING, MpiSubscriber
 from headrace.rollout.config import RolloutConfig
 from headrace.rollout.engine import Request, SamplingParams
 from headrace.rollout.engines import make_engine
@@ -46,12 +46,12 @@ BUCKET_BYTES = 1000
 class Channel:
     """From a trainer (rank 0) to a generator (rank 1) in one process."""
 
-    def __init__(self, delta: bool) -> None:
-        network = SimulatedNetwork(2)
-        cheaper = Cheaper() if delta else None
+    def __init__(self, way: str) -> None:
+        network, delta = SimulatedNetwork(2), way == "changes"
+        cheaper, buffers = Cheaper() if delta else None, LASTING if way == "in place" else STAGING
         self._transports = [network.transport(rank) for rank in range(2)]
         self._publisher = MpiPublisher(self._transports[0], [1], BUCKET_BYTES, True, 1.0, cheaper)
-        self._subscriber = MpiSubscriber(self._transports[1], [0], True, 1.0, delta)
+        self._subscriber = MpiSubscriber(self._transports[1], [0], True, 1.0, delta, buffers)
 
     def send(self, version: int, tensors: Iterator[WeightTensor]) -> Version:
         self._publisher.publish(version, tensors)
@@ -91,29 +91,38 @@ def trajectory(prompt: np.ndarray, pairs: list[tuple[int, float]]) -> TrainSampl
     return TrainSample(tokens, mask, mask.copy(), logprobs, mask.astype(np.int32), group=0)
 
 
-@pytest.mark.parametrize("delta", [False, True])
+def logprobs_of(samples: list[TrainSample]) -> list[float]:
+    return [float(one.rollout_logprobs.sum()) for one in samples]
+
+
+@pytest.mark.parametrize("way", ["copied", "in place", "changes"])
 @pytest.mark.parametrize("name", MODELS)
-def test_log_probs_of_both_sides_agree_after_every_update(tmp_path: Path, name: str, delta: bool) -> None:
+def test_log_probs_of_both_sides_agree_after_every_update(tmp_path: Path, name: str, way: str) -> None:
     """For tied embeddings, fused projections, all names and tensors larger than a bucket, over the weight channel."""
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(MODELS[name]).save_pretrained(tmp_path)
     config = TrainConfig(lr=3e-2, micro_batch_tokens=64)
     trainer = TorchTrainEngine(tmp_path, config, "float32", 10, torch.device("cpu"), None, 0, False, temperature=0.7)
     generator = make_engine(RolloutConfig(slots=4), tmp_path, "float32", "cpu", 0, False, None)
-    channel, earlier = Channel(delta), None
+    channel, earlier = Channel(way), None
+    samples: list[TrainSample] = []
+    kept: list[Version] = []
     for version in range(4):
         sent = channel.send(version, trainer.export_weights("float32", 0, 1))
         assert sent.version == version
         assert any(tensor.spec.nbytes > BUCKET_BYTES for tensor in sent.tensors)
-        generator.load_weights(version, sent.tensors)
-        sent.release()
+        assert logprobs_of(sample(generator, 6) if samples else []) == logprobs_of(samples), "changed while in use"
+        generator.load_weights(version, sent.tensors, sent.lasting)
+        assert sent.lasting == (way == "in place")
+        kept.append(sent)
+        while len(kept) > sent.lasting:
+            kept.pop(0).release()
         samples = sample(generator, 6)
         for one, logprobs in zip(samples, trainer.forward(samples), strict=True):
             sampled = one.loss_mask > 0
             np.testing.assert_allclose(one.rollout_logprobs[sampled], logprobs[sampled], atol=1e-4)
-        firsts = [float(one.rollout_logprobs.sum()) for one in samples]
-        assert firsts != earlier, "the update changed nothing"
-        earlier = firsts
+        assert logprobs_of(samples) != earlier, "the update changed nothing"
+        earlier = logprobs_of(samples)
         counts = Denominators(float(sum(one.loss_mask.sum() for one in samples)), 6, 12)
         trainer.forward_backward(samples, likelihood, counts, version)
         trainer.optim_step(version)
