@@ -39,6 +39,7 @@ from headrace.ranks.tasks import (
 )
 from headrace.ranks.tickets import LedgerSpec, LedgerState
 from headrace.ranks.trainer_rank import TrainerRank
+from headrace.rollout.architecture import read_architecture
 from headrace.rollout.engines import make_engine
 from headrace.rollout.prompts import PromptEncoder
 from headrace.rollout.task import Environment
@@ -277,7 +278,7 @@ def build_trainer(rank: Rank, data: Data, links: Links) -> Parts:
     config = rank.config
     store = CheckpointStore(config.run.folder / "checkpoints", config.checkpoint.keep)
     tasks = config.data.size if data.environment is None else len(data.environment.tasks)
-    spec = ledger_spec(config, ticket_order(config, tasks).tickets)
+    spec = ledger_spec(config, ticket_order(config, tasks).tickets, _attention_length(config))
     restored = _restore(rank, store, spec)
     trainer = TrainerRank(rank, make_publisher(rank, links), spec, restored, _open_journal(rank, restored.step))
 
@@ -287,6 +288,14 @@ def build_trainer(rank: Rank, data: Data, links: Links) -> Parts:
         yield from trainer.main(learner, store)
 
     return Parts(trainer.courier, trainer.wait, main)
+
+
+def _attention_length(config: JobConfig) -> int | None:
+    """Of the model, by which the cost of long sequences is told; the latency engine has none."""
+    if config.rollout.engine == "latency":
+        return None
+    assert config.model.path is not None
+    return read_architecture(config.model.path).attention_length
 
 
 def _restore(rank: Rank, store: CheckpointStore, spec: LedgerSpec) -> Restored:

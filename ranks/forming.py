@@ -205,15 +205,15 @@ def redirection(
     return index, (next_number - lowest) // len(standings)
 
 
-def partition(tokens: Sequence[int], replicas: int) -> list[int]:
-    """The replica of each group, so that sums of tokens are balanced: the longest group first, each to the replica with
+def partition(costs: Sequence[int], replicas: int) -> list[int]:
+    """The replica of each group, so that sums of costs are balanced: the dearest group first, each to the replica with
     the least so far (Graham's LPT rule, at most 4/3 of the best possible maximum). No replica goes without when there
     are as many groups as replicas."""
     loads = [(0, 0, replica) for replica in range(replicas)]
     heapify(loads)
-    placed = [0] * len(tokens)
-    for group in sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True):  # equal ones keep their order
+    placed = [0] * len(costs)
+    for group in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # equal ones keep their order
         load, count, replica = loads[0]
         placed[group] = replica
-        heapreplace(loads, (load + tokens[group], count + 1, replica))
+        heapreplace(loads, (load + costs[group], count + 1, replica))
     return placed

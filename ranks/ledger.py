@@ -326,7 +326,8 @@ class Ledger:
 
     def _formed(self, ticket: Ticket) -> FormedGroup:
         oldest, deadline = self.step - self.spec.oldest, self._outstanding.deadline(ticket)
-        return formed_group(ticket.number, ticket.generator, self.index, deadline, ticket.samples, oldest)
+        attention = self.spec.attention_length
+        return formed_group(ticket.number, ticket.generator, self.index, deadline, ticket.samples, attention, oldest)
 
     # Steps
 

@@ -352,7 +352,7 @@ class LedgerNode:
 
     def _place(self, contributions: Sequence[Contribution]) -> list[FormedGroup]:
         groups = sorted((group for c in contributions for group in c.chosen), key=lambda group: group.ticket)
-        replicas = forming.partition([group.tokens for group in groups], len(self._ranks))
+        replicas = forming.partition([group.cost for group in groups], len(self._ranks))
         return [msgspec.structs.replace(g, replica=r) for g, r in zip(groups, replicas, strict=True)]
 
     def _undo_step(self, standings: Sequence[Standing], lost: set[int]) -> None:

@@ -109,7 +109,7 @@ def make_plan(saved: Sequence[LedgerState], journal: Journal, held: Held, spec: 
         owners = [_holder(copies, (group.ticket, group.attempt)) for group in line.groups]
         if None in owners:
             break
-        placed = forming.partition([group.tokens for group in line.groups], ledgers)
+        placed = forming.partition([group.cost for group in line.groups], ledgers)
         groups = [
             msgspec.structs.replace(group, owner=owner, ledger=group.ticket % ledgers, replica=replica)
             for group, owner, replica in zip(line.groups, owners, placed, strict=True)

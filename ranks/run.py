@@ -89,7 +89,7 @@ class Rank:
         return Courier(self.transport, services, self.on_error, self.early)
 
 
-def ledger_spec(config: JobConfig, tickets: int | None) -> LedgerSpec:
+def ledger_spec(config: JobConfig, tickets: int | None, attention_length: int | None = None) -> LedgerSpec:
     return LedgerSpec(
         groups_per_step=config.ledger.groups_per_step,
         max_staleness=config.ledger.max_staleness,
@@ -100,6 +100,7 @@ def ledger_spec(config: JobConfig, tickets: int | None) -> LedgerSpec:
         in_order=config.in_order,
         overdue=config.ledger.overdue,
         by_sample=config.ledger.settle_by == "sample",
+        attention_length=attention_length,
         filtered_per_step=config.ledger.filtered_per_step,
     )
 

@@ -52,6 +52,9 @@ class LedgerSpec(msgspec.Struct, frozen=True):
     """What happens to groups that are due and unfinished while the others would make a step; see `forming.decide`."""
     by_sample: bool = False
     """`drop` leaves out the unfinished samples of a due group and trains the others."""
+    attention_length: int | None = None
+    """Length of a sequence, in tokens, whose attention costs as much as all else; None: attention isn't counted when a
+    batch is divided over the replicas."""
     filtered_per_step: int = 0
     """Most groups without reward variance that are dropped per step, over all ledgers; 0 drops none."""
 
@@ -145,12 +148,27 @@ class FormedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sequences: int
     """Samples with a token in the loss."""
     reward_sum: float
+    cost: int = 0
+    """Of training it, in tokens of a short sequence; see `cost_of`."""
+
+
+def cost_of(tokens: int, attention_length: int | None) -> int:
+    """Floating-point operations of a sequence, in units of those of a token without attention: n + n²/L, since
+    attention's grow with the square of its length n (Kaplan et al. 2020, table 1). `attention_length`: L."""
+    return tokens if attention_length is None else tokens + tokens * tokens // attention_length
 
 
 def formed_group(
-    ticket: int, owner: int, ledger: int, deadline: int, samples: Sequence[SampleMeta], oldest: int
+    ticket: int,
+    owner: int,
+    ledger: int,
+    deadline: int,
+    samples: Sequence[SampleMeta],
+    attention_length: int | None,
+    oldest: int,
 ) -> FormedGroup:
     """What is to be known of a group of these samples. Tokens of versions before `oldest` aren't in the loss."""
+    lengths = [sample.prompt_tokens + sample.response_tokens for sample in samples]
     in_loss = [sample.tokens_since(oldest) for sample in samples]
     return FormedGroup(
         ticket=ticket,
@@ -161,12 +179,13 @@ def formed_group(
         deadline=deadline,
         born=min((s.born_since(oldest) for s, tokens in zip(samples, in_loss, strict=True) if tokens), default=oldest),
         samples=len(samples),
-        tokens=sum(sample.prompt_tokens + sample.response_tokens for sample in samples),
+        tokens=sum(lengths),
         response_tokens=sum(sample.response_tokens for sample in samples),
         longest=max(sample.response_tokens for sample in samples),
         loss_tokens=sum(in_loss),
         sequences=sum(tokens > 0 for tokens in in_loss),
         reward_sum=sum(sample.reward for sample in samples),
+        cost=sum(cost_of(length, attention_length) for length in lengths),
     )
 
 

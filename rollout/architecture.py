@@ -46,6 +46,14 @@ class Architecture:
         """Query heads per key/value head."""
         return self.heads // self.kv_heads
 
+    @property
+    def attention_length(self) -> int:
+        """Length of a sequence, in tokens, whose attention takes as many floating-point operations as its products with
+        the weights of the layers: n² · heads · head_dim · layers against n · weights, causal."""
+        attention = self.heads * self.head_dim
+        weights = self.hidden * (2 * attention + 2 * self.kv_heads * self.head_dim + 3 * self.intermediate)
+        return weights // attention
+
 
 def read_architecture(folder: Path) -> Architecture:
     """Read the folder's config.json.

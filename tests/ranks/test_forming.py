@@ -8,8 +8,9 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.comm.messages import SampleMeta
 from headrace.ranks.forming import Standing, credit_moves, deal, decide, in_time, partition, redirection
-from headrace.ranks.tickets import LedgerSpec, Overdue
+from headrace.ranks.tickets import LedgerSpec, Overdue, formed_group
 
 
 def spec(groups: int, overdue: Overdue = "wait", by_sample: bool = False) -> LedgerSpec:
@@ -212,3 +213,15 @@ def test_partition_over_two_is_within_a_sixth_of_the_best(tokens: list[int]) -> 
     subsets = [sum(c) for n in range(len(tokens) + 1) for c in combinations(tokens, n)]
     best = min(max(part, sum(tokens) - part) for part in subsets)
     assert longest <= best * 7 / 6
+
+
+def test_long_sequences_count_for_their_attention() -> None:
+    """Eight sequences of 1,000 tokens cost less than one of 8,000: by tokens the two groups would be alike."""
+    samples = {0: [8_000], 1: [1_000] * 8, 2: [1_000] * 4, 3: [1_000] * 4}
+    groups = [
+        formed_group(n, 0, 0, 0, [SampleMeta(n, i, 0, 0, 0, t, 0.0) for i, t in enumerate(each)], 4_000, 0)
+        for n, each in samples.items()
+    ]
+    assert [group.cost for group in groups] == [8_000 + 16_000, 8 * 1_250, 4 * 1_250, 4 * 1_250]
+    assert partition([group.cost for group in groups], 2) == [0, 1, 1, 1]
+    assert partition([group.tokens for group in groups], 2) == [0, 1, 0, 1]

@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from headrace.comm.errors import DataError
+from headrace.rollout.architecture import read_architecture
 from headrace.rollout.torch_engine import TorchEngine, load_torch_engine
 
 from .conftest import CONTEXT
@@ -195,3 +196,15 @@ def test_a_response_that_was_begun_elsewhere_goes_on_as_if_it_hadnt_been_interru
 def test_tokens_that_the_model_doesnt_know_are_refused_in_what_was_begun(llama_folder: Path) -> None:
     with pytest.raises(DataError, match="has token 5000"):
         engine_of(llama_folder).add(replace(request(0, prompts(1)[0]), begun=(1, 5000)))
+
+
+def test_attention_catches_up_with_the_weights_at_its_length(llama_folder: Path) -> None:
+    """Multiplications with the matrices of the layers, and those of causal attention: queries with keys, weights with
+    values."""
+    arch = read_architecture(llama_folder)
+    engine = load_torch_engine(llama_folder, "float32", torch.device("cpu"), 1)
+    matrices = [m for name, m in engine._model.parameters.items() if ".layers." in name and m.ndim == 2]
+    weights = sum(matrix.numel() for matrix in matrices)
+    length = arch.attention_length
+    attention = arch.layers * sum(2 * arch.heads * arch.head_dim * (position + 1) for position in range(length))
+    assert attention == pytest.approx(weights * length, rel=0.02)
