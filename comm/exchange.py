@@ -24,6 +24,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from headrace.comm.columns import Group, pack_groups, unpack_groups
 from headrace.comm.messages import Browse, Consume, Key, Message, Pull, Pulled, Release
 from headrace.comm.schema import ExchangeError, Schema
+from headrace.comm.spilling import LostGroupsError
 from headrace.comm.store import TRAIN, GroupStore
 from headrace.comm.transport import Buffer, Received, Transport
 
@@ -54,11 +55,14 @@ class ExchangeOwner:
         self._store = store
         self._parked: list[_Parked] = []
         """The one that came first gets the next group."""
+        self._recalling: list[tuple[int, Pull]] = []
+        """Pulls of groups that are being read from the disk, with their sources."""
 
     def receive(self, received: Received, now: float) -> None:
         match received.message:
             case Pull() as pull:
-                self._answer(received.source, pull)
+                if not self._answer(received.source, pull):
+                    self._recalling.append((received.source, pull))
             case Consume() as consume:
                 self._parked.append(_Parked(received.source, consume, now + consume.patience_s))
             case Browse() as browse:
@@ -68,11 +72,20 @@ class ExchangeOwner:
 
     def tick(self, now: float) -> None:
         """Answer the consumers for which there are groups by now, or that wait no longer."""
+        if self._recalling:
+            self._recalling = [(source, pull) for source, pull in self._recalling if not self._answer(source, pull)]
         if self._parked:
             self._parked = [parked for parked in self._parked if not self._serve(parked, now)]
 
-    def _answer(self, consumer: int, pull: Pull) -> None:
-        self._reply(consumer, pull, lambda: self._store.pack(pull.keys, pull.fields, pull.rows, EAGER_BYTES))
+    def _answer(self, consumer: int, pull: Pull) -> bool:
+        """Whether the consumer has its answer."""
+
+        def found() -> _Packed | None:
+            if not self._store.recall(pull.keys):
+                return None
+            return self._store.pack(pull.keys, pull.fields, pull.rows, EAGER_BYTES)
+
+        return self._reply(consumer, pull, found)
 
     def _serve(self, parked: _Parked, now: float) -> bool:
         """Whether the consumer has its answer."""
@@ -102,6 +115,8 @@ class ExchangeOwner:
         else:
             try:
                 packed = pack()
+            except LostGroupsError as error:
+                answer = Pulled(question.request, b"", str(error), lost=error.keys)
             except ExchangeError as error:
                 answer = Pulled(question.request, b"", str(error))
             else:
@@ -212,6 +227,7 @@ class ExchangeConsumer:
         """The groups of a request, once: None while they haven't come. Their columns are views of what arrived.
 
         Raises:
+            LostGroupsError: the owner can't read them any more.
             ExchangeError: the owner refused, or what it sent can't be used.
             KeyError: there is no such request, or it was taken or cancelled.
         """
@@ -285,6 +301,8 @@ class ExchangeConsumer:
                     f"its schema is another than this rank's: {self._schema.difference(pulled.schema)}. "
                     "All ranks must make their exchange with the same schema."
                 )
+            if pulled.lost:
+                return LostGroupsError(f"Rank {request.owner} has lost groups: {pulled.error}", pulled.lost)
             if pulled.error is not None:
                 raise ExchangeError(pulled.error)
             groups = unpack_groups(self._schema, pulled.header, received.buffers)

@@ -103,6 +103,10 @@ class GeneratorCounters(msgspec.Struct, frozen=True, array_like=True):
     wall_s: float
     version: int
     """The version held now."""
+    kept_bytes: int = 0
+    """Memory taken by finished groups now."""
+    spilled: int = 0
+    """Finished groups that left the memory for the archive before they were trained."""
 
 
 class Ask(Message, frozen=True):
@@ -249,6 +253,8 @@ class Pulled(Message, frozen=True):
     error: str | None = None
     schema: bytes = b""
     """The owner's schema, encoded, where the consumer has another; there is nothing else then."""
+    lost: Sequence[Key] = ()
+    """With an error: groups that the owner had, and that can't be read any more."""
 
 
 class Release(Message, frozen=True):

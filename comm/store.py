@@ -108,9 +108,9 @@ class GroupStore(Generic[K]):
         wanted = [*dict.fromkeys(keys)]
         with self._lock:
             missing = [key for key in wanted if key not in self._groups]
-            groups = [self._groups[key] for key in wanted if key in self._groups]
-        if missing:
-            raise ExchangeError(f"Not in the store (never put, or released already): {self.schema.names(missing)}.")
+            if missing:
+                raise ExchangeError(f"Not in the store (never put, or released already): {self.schema.names(missing)}.")
+            groups = [self._held(key) for key in wanted]
         return {group.key: select(self.schema, group, fields, rows) for group in groups}
 
     def pack(
@@ -126,6 +126,10 @@ class GroupStore(Generic[K]):
             ExchangeError: as `select`.
         """
         return pack_groups(self.schema, self.select(keys, fields, rows).values(), eager_bytes)
+
+    def recall(self, keys: Iterable[K]) -> bool:
+        """Whether `select` can have these groups at once; if not, they are being fetched, and it can later."""
+        return True
 
     def consume(
         self,
@@ -169,12 +173,7 @@ class GroupStore(Generic[K]):
         """Forget groups. Those that aren't here are passed over: a release may come twice, or for a lost attempt."""
         with self._lock:
             for key in keys:
-                group = self._groups.pop(key, None)
-                if group is None:
-                    continue
-                self._bytes -= group.nbytes
-                for each in (*self._partitions.values(), *self._unread.values()):
-                    each.pop(key, None)
+                self._forget(key)
 
     def statistics(self) -> StoreStatistics:
         with self._lock:
@@ -199,6 +198,19 @@ class GroupStore(Generic[K]):
                 unread[group.key] = None
         self._bytes += group.nbytes
         self._peak_bytes = max(self._peak_bytes, self._bytes)
+
+    def _held(self, key: K) -> Group[K]:
+        return self._groups[key]
+
+    def _forget(self, key: K) -> int:
+        """Returns the bytes that it had in memory."""
+        group = self._groups.pop(key, None)
+        if group is None:
+            return 0
+        self._bytes -= group.nbytes
+        for each in (*self._partitions.values(), *self._unread.values()):
+            each.pop(key, None)
+        return group.nbytes
 
     def _unread_by(self, consumer: str, partition: str) -> dict[K, None]:
         if (consumer, partition) not in self._unread:

@@ -9,7 +9,7 @@ import numpy as np
 
 from headrace.comm.columns import Group, Take, fresh, gather, unpack_groups
 from headrace.comm.schema import ExchangeError, Schema, fixed, ragged, text
-from headrace.comm.store import GroupStore
+from headrace.comm.spilling import SpillingStore
 from headrace.comm.trajectory import Trajectory, Unit
 from headrace.comm.transport import Buffer
 
@@ -37,19 +37,21 @@ TRAJECTORY = Schema(
 )
 
 
-class TrajectoryStore(GroupStore[GroupKey]):
-    """The finished groups of one generator."""
+class TrajectoryStore(SpillingStore[GroupKey]):
+    """The finished groups of one generator. `memory_bytes`: see `SpillingStore`."""
 
-    def __init__(self) -> None:
-        super().__init__(TRAJECTORY)
+    def __init__(self, memory_bytes: float | None = None) -> None:
+        super().__init__(TRAJECTORY, memory_bytes)
 
-    def put(self, ticket: int, attempt: int, trajectories: Sequence[Trajectory]) -> None:
-        """Keep the samples of one group, copied into contiguous columns.
+    def put(self, ticket: int, attempt: int, trajectories: Sequence[Trajectory]) -> int:
+        """Keep the samples of one group, copied into contiguous columns; returns the bytes of these.
 
         Raises:
             ExchangeError: the group is there already, or a sample doesn't fit the schema or the group.
         """
-        self.add(make_group(ticket, attempt, trajectories, self.room))
+        group = make_group(ticket, attempt, trajectories, self.room)
+        self.add(group)
+        return group.nbytes
 
     def get(self, keys: Iterable[GroupKey], fields: Sequence[str] | None = None) -> dict[GroupKey, list[Trajectory]]:
         """The samples of groups; their columns are read-only views. A field that wasn't asked for is empty.

@@ -46,6 +46,7 @@ MAY_CHANGE = (
     "data.reward_workers",
     "ranks.",
     "ledger.",
+    "rollout.memory_mb",
     "rollout.slots",
     "train.lr",
     "train.micro_batch_tokens",

@@ -4,47 +4,33 @@
     courier ── Covered ────────────────────▶             │ often: up to 20 times a second
                                                          ▼
                                            small segments, a few groups each
-                                                         │ 30 s, 64 MiB, a checkpoint or the end: made one, synced
-                                                         ▼
+                                                         │ 30 s, 64 MiB, a checkpoint, the end, or little memory:
+                                                         ▼ made one, synced. From then on groups can be read back
                                            archive/0003-00002-000017.h5 ──▶ deleted once all its groups are settled
                                                                             in a durable checkpoint
 
 A segment is written whole under another name and then renamed, so there is never half of one, whenever the process is
 killed: no more is lost than the groups of the last moment, of about a second on a slow disk. A segment has one writer
-and needs no locks. Names are launch of the run, rank and a running number.
-
-    HDF5 file        for people and other tools: a group TICKET_ATTEMPT with one dataset per column, the samples one
-                     after the other, and `header`, their lengths, rewards and texts as msgpack (`comm.columns`)
-    index            msgpack: for each group where these datasets lie in the file, and a checksum of them
-    tail             length and checksum of the index, magic number
-
-Segments are built in memory and read by their index, because HDF5's library crashes the process (segmentation fault)
-when the disk is full under a file that it has open, and when it opens a damaged one. So a group that isn't what was
-written is named and passed over, and those beside it are read.
+and needs no locks. Names are launch of the run, rank and a running number. What is in it: `segments.py`.
 """
 
 from __future__ import annotations
 
 import os
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-import msgspec
-import numpy as np
-import xxhash
-
-from headrace.comm.columns import Group, pack_groups
+from headrace.comm.columns import Group
 from headrace.comm.files import flush
 from headrace.comm.messages import Covered, Message
-from headrace.comm.trajectories import TRAJECTORY, GroupKey, unpack_trajectories
-from headrace.comm.trajectory import Trajectory
-from headrace.comm.transport import Buffer, Received
+from headrace.comm.spilling import SpillingStore
+from headrace.comm.trajectories import GroupKey
+from headrace.comm.transport import Received
+from headrace.ranks.segments import SUFFIX, Record, Segment, image_of, lost, read_group
 
 MIB = 1 << 20
 
@@ -58,151 +44,23 @@ PAUSE = 20
 takes little of the processor, and doesn't flood a slow file system with files."""
 
 QUEUE_BYTES = 256 * MIB
-"""Most that waits for the disk; what comes then isn't archived."""
+"""Most that waits for the disk, unless it is a single group; what comes then isn't archived."""
 
-SUFFIX, PARTIAL = ".h5", ".writing"
-MAGIC = b"HDRACE02"
-TAIL = struct.Struct("<QQ8s")
-"""Bytes of the index, their XXH3-64, magic number."""
-
-
-class Record(NamedTuple):
-    """A group to be archived."""
-
-    group: Group[GroupKey]
-    finished: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Archived:
-    """A group as it was read."""
-
-    key: GroupKey
-    finished: bool
-    """False: it was at work when the run was asked to stop; its samples may lack tokens and rewards (NaN)."""
-    launch: int
-    """The launch of the run that made it: 0, 1, …"""
-    trajectories: list[Trajectory]
-
-
-@dataclass(slots=True)
-class Segment:
-    """One file, as it was read."""
-
-    path: Path
-    groups: list[Archived] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)
-    """One sentence for everything that can't be used."""
-
-
-class _Entry(msgspec.Struct, frozen=True, array_like=True):
-    """A group in the index."""
-
-    ticket: int
-    attempt: int
-    finished: bool
-    places: list[tuple[int, int]]
-    """(offset, bytes) of the header and of each column."""
-    xxh3: bytes
-
-
-_entries = msgspec.msgpack.Decoder(list[_Entry])
-
-
-# Reading
-
-
-def read_share(folder: Path, launch: int, index: int, of: int) -> Iterator[Segment]:
-    """The segments of launches before `launch` that fall to reader `index` of `of`, each of them to one reader."""
-    earlier = [path for path in sorted(folder.glob(f"*-*-*{SUFFIX}")) if launch_of(path) < launch]
-    return (read_segment(path) for path in earlier[index::of])
-
-
-def read_segment(path: Path) -> Segment:
-    """All of a segment that is what was written; never raises for what is in the file."""
-    segment = Segment(path)
-    try:
-        data = np.fromfile(path, np.uint8)
-    except OSError as error:
-        segment.damaged.append(f"{path} can't be read: {error.strerror}.")
-        return segment
-    entries = _read_index(data)
-    if entries is None:
-        segment.damaged.append(f"{path} isn't whole, or damaged at its end: none of its groups can be used.")
-    for entry in entries or ():
-        parts = [data[start : start + size] for start, size in entry.places]
-        if _checksum(entry.ticket, entry.attempt, entry.finished, parts) == entry.xxh3:
-            [(key, trajectories)] = unpack_trajectories(parts[0].tobytes(), parts[1:]).items()
-            segment.groups.append(Archived(key, entry.finished, launch_of(path), trajectories))
-        else:
-            name = f"Ticket {entry.ticket}, attempt {entry.attempt}, in {path}"
-            segment.damaged.append(f"{name} is damaged (its checksum differs) and can't be used.")
-    return segment
-
-
-def launches_in(folder: Path) -> set[int]:
-    """The launches that have left segments."""
-    return {launch_of(path) for path in folder.glob(f"*-*-*{SUFFIX}")}
-
-
-def launch_of(path: Path) -> int:
-    """The launch of the run that wrote a segment."""
-    return int(path.name.partition("-")[0])
-
-
-def _read_index(data: Buffer) -> list[_Entry] | None:
-    """None if it isn't what was written."""
-    if data.nbytes < TAIL.size:
-        return None
-    size, digest, magic = TAIL.unpack(data[-TAIL.size :].tobytes())
-    if magic != MAGIC or size > data.nbytes - TAIL.size:
-        return None
-    index = data[data.nbytes - TAIL.size - size : -TAIL.size].tobytes()
-    return _entries.decode(index) if xxhash.xxh3_64_intdigest(index) == digest else None
-
-
-def _checksum(ticket: int, attempt: int, finished: bool, parts: Iterable[Buffer]) -> bytes:
-    """XXH3-128."""
-    digest = xxhash.xxh3_128(f"{ticket} {attempt} {finished} ".encode())
-    for part in parts:
-        digest.update(part.data)
-    return digest.digest()
-
-
-# Writing
-
-
-def image_of(records: Sequence[Record]) -> bytes:
-    """A segment with these groups, as the bytes of its file."""
-    import h5py  # only ranks that write need it
-
-    index = []
-    with h5py.File("segment", "w", driver="core", backing_store=False) as file:
-        for (ticket, attempt), group, finished in ((r.group.key, *r) for r in records):
-            header, buffers = pack_groups(TRAJECTORY, [group])
-            parts = [np.frombuffer(header, np.uint8), *buffers]
-            place = file.create_group(f"{ticket:09d}_{attempt}{'' if finished else '_unfinished'}")
-            values = {"header": parts[0]} | {
-                name: column.data for name, column in group.columns.items() if not TRAJECTORY.fields[name].scalar
-            }
-            datasets = [place.create_dataset(name, data=data).id for name, data in values.items()]
-            places = [(dataset.get_offset() or 0, part.nbytes) for dataset, part in zip(datasets, parts, strict=True)]
-            index.append(_Entry(ticket, attempt, finished, places, _checksum(ticket, attempt, finished, parts)))
-        file.flush()
-        image: bytes = file.id.get_file_image()
-    encoded = msgspec.msgpack.encode(index)
-    return image + encoded + TAIL.pack(len(encoded), xxhash.xxh3_64_intdigest(encoded), MAGIC)
+PARTIAL = ".writing"
 
 
 class ArchiveFiles:
     """The segments of one writer. No threads; raises `OSError` when the disk is full or gone, and goes on after it."""
 
-    def __init__(self, folder: Path, launch: int, rank: int, adopted: Iterable[Segment] = ()) -> None:
-        """`adopted`: segments of earlier launches that are this writer's to delete."""
+    def __init__(self, folder: Path, launch: int, rank: int) -> None:
+        self.let_go: Callable[[list[GroupKey], bool], None] = lambda keys, written: None
+        """Called with groups that aren't needed here any more, and whether `read` finds them: see `SpillingStore`."""
         self._folder = folder
         self._names = (folder / f"{launch:04d}-{rank:05d}-{number:06d}{SUFFIX}" for number in count())
-        self._tickets = {segment.path: {group.key[0] for group in segment.groups} for segment in adopted}
+        self._tickets: dict[Path, set[int]] = {}
         """Of every segment there is."""
+        self._paths: dict[GroupKey, Path] = {}
+        """Where finished groups lie that needn't be written again."""
         self._small: list[Path] = []
         self._recent: list[Record] = []
         """The groups of the small segments, and what couldn't be written yet."""
@@ -215,6 +73,22 @@ class ArchiveFiles:
             return 0.0
         return self._since + SEGMENT_S if self._recent else float("inf")
 
+    def adopt(self, segment: Segment) -> None:
+        """A segment of an earlier launch is this writer's to read and to delete."""
+        self._tickets[segment.path] = {group.key[0] for group in segment.groups}
+        self._paths |= {group.key: segment.path for group in segment.groups if group.finished}
+
+    def read(self, key: GroupKey) -> Group[GroupKey]:
+        """A group that was let go as written. Any thread may call this.
+
+        Raises:
+            LostGroupsError: it isn't there any more, or damaged.
+        """
+        path = self._paths.get(key)
+        if path is None:
+            raise lost(key, self._folder, "no segment holds it any more")
+        return read_group(path, key)
+
     def add(self, records: Sequence[Record]) -> None:
         """Write a small segment."""
         if not self._recent:
@@ -226,13 +100,20 @@ class ArchiveFiles:
         """Make the small segments one that is on the disk even if the machine stops."""
         small, recent = self._small, self._recent
         self._small, self._recent = [], []
-        if recent:
-            self._write(recent, sync=True)
+        try:
+            if recent:
+                path = self._write(recent, sync=True)
+                self._paths |= {record.group.key: path for record in recent if record.finished}
+        except OSError:
+            self._let_go(recent, written=False)
+            raise
+        self._let_go(recent, written=True)
         for path in small:
             self._delete(path)
 
     def cover(self, settled: Callable[[int], bool]) -> None:
         """A durable checkpoint has settled these tickets: delete what isn't needed any more."""
+        self._let_go([record for record in self._recent if settled(record.group.key[0])], written=False)
         self._recent = [record for record in self._recent if not settled(record.group.key[0])]
         for path in [path for path, tickets in self._tickets.items() if all(map(settled, tickets))]:
             self._delete(path)
@@ -260,6 +141,12 @@ class ArchiveFiles:
     def _delete(self, path: Path) -> None:
         path.unlink(missing_ok=True)
         del self._tickets[path]
+        self._paths = {key: other for key, other in self._paths.items() if other != path}
+
+    def _let_go(self, records: Iterable[Record], written: bool) -> None:
+        keys = [record.group.key for record in records if record.finished]
+        if keys:
+            self.let_go(keys, written)
 
 
 def settled_by(covered: Covered) -> Callable[[int], bool]:
@@ -285,6 +172,7 @@ class ArchiveWriter:
         self._waiting: list[Record] = []
         self._settled: Callable[[int], bool] | None = None
         self._left_out = 0
+        self._hurry = False
         self._works = True
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="archive", daemon=True)
@@ -294,10 +182,24 @@ class ArchiveWriter:
         """Archive a group."""
         with self._lock:
             waiting = sum(record.group.nbytes for record in self._waiting)
-            if waiting + group.nbytes > QUEUE_BYTES:
+            too_much = bool(waiting) and waiting + group.nbytes > QUEUE_BYTES
+            if too_much:
                 self._left_out += 1
             else:
                 self._waiting.append(Record(group, finished))
+        if too_much and finished:
+            self._files.let_go([group.key], False)
+        self._wake.set()
+
+    def keep_for(self, store: SpillingStore[GroupKey]) -> None:
+        """Archive what is put into the store from now on, and let it spill."""
+        self._files.let_go = store.let_go
+        store.spill_to(self.put, self.hurry, self._files.read)
+
+    def hurry(self) -> None:
+        """Have all that was put on the disk soon."""
+        with self._lock:
+            self._hurry = True
         self._wake.set()
 
     def receive(self, received: Received, now: float) -> None:
@@ -335,6 +237,7 @@ class ArchiveWriter:
         with self._lock:
             records, self._waiting = self._waiting, []
             settled, self._settled = self._settled, None
+            hurry, self._hurry = self._hurry, False
             left_out, self._left_out = self._left_out, 0
         if left_out:
             self._complain(f"the disk is too slow, {left_out} groups were passed over")
@@ -342,7 +245,7 @@ class ArchiveWriter:
             self._try(lambda: self._files.add(records))
         if settled is not None:
             self._try(lambda: self._files.cover(settled))
-        if last or self._files.due <= time.monotonic():
+        if last or hurry or self._files.due <= time.monotonic():
             self._try(self._files.merge)
 
     def _try(self, action: Callable[[], None]) -> None:

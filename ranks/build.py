@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headrace.comm.courier import Courier
 from headrace.comm.delta import Cheaper
-from headrace.comm.messages import Salvaged
-from headrace.comm.trajectories import TrajectoryStore
 from headrace.comm.weights import Publisher, Subscriber
 from headrace.comm.weights_mpi import MpiPublisher
 from headrace.comm.weights_node import NodeSubscriber
 from headrace.comm.weights_pull import LASTING, STAGING, MpiSubscriber
-from headrace.ranks.archive import Archived, ArchiveFiles, ArchiveWriter, launches_in, read_share
 from headrace.ranks.config import JobConfig
 from headrace.ranks.generator_rank import GeneratorRank
 from headrace.ranks.journal import JOURNAL, JournalWriter, read_journal
 from headrace.ranks.learner import LatencyLearner, Learner, PolicyLearner
 from headrace.ranks.recovery import Restored, read_ledgers
-from headrace.ranks.resume import await_plan, gather_salvaged, held_group, make_plan, newer, tell_plan
+from headrace.ranks.resume import await_plan, gather_salvaged, make_plan, tell_plan
 from headrace.ranks.run import ARCHIVE, Rank, ledger_spec
+from headrace.ranks.salvage import complain, open_archive
+from headrace.ranks.segments import launches_in
 from headrace.ranks.tasks import (
     data_facts,
     environment_of,
@@ -212,7 +210,7 @@ def launch_of(config: JobConfig, start_step: int) -> int:
 def build_generator(rank: Rank, data: Data, links: Links) -> Parts:
     """A generator; its engine is made when the main loop starts, so that the courier answers meanwhile."""
     config = rank.config
-    store, unfinished, archive = _open_archive(rank)
+    store, unfinished, archive = open_archive(rank)
     generator = GeneratorRank(rank, make_subscriber(rank, links), store, unfinished, archive)
 
     def main() -> Iterator[None]:
@@ -234,35 +232,6 @@ def build_generator(rank: Rank, data: Data, links: Links) -> Parts:
             scorer.close()
 
     return Parts(generator.courier, generator.wait, main)
-
-
-def _open_archive(rank: Rank) -> tuple[TrajectoryStore, list[Archived], ArchiveWriter | None]:
-    """The finished and unfinished groups of this generator's share of the archive, of which it tells trainer 0, and
-    what writes its own."""
-    store, config = TrajectoryStore(), rank.config
-    if not config.checkpoint.archive:
-        return store, [], None
-    shares = len(rank.roles.generators)
-    segments = list(read_share(rank.archive, rank.launch, rank.index, shares)) if rank.start_step else []
-    for sentence in (sentence for segment in segments for sentence in segment.damaged):
-        complain(sentence)
-    groups: dict[tuple[int, int], Archived] = {}
-    for group in (group for segment in segments for group in segment.groups):
-        if newer(group, groups.get(group.key)) and (group.finished or config.goes_on_within_groups):
-            groups[group.key] = group
-    for key, group in groups.items():
-        if group.finished:
-            store.put(*key, group.trajectories)
-    if rank.start_step:
-        rank.transport.send(rank.roles.trainers[0], Salvaged([held_group(group) for group in groups.values()]))
-    files = ArchiveFiles(rank.archive, rank.launch, rank.rank, segments)
-    unfinished = [group for group in groups.values() if not group.finished]
-    return store, unfinished, ArchiveWriter(files, rank.on_error, complain)
-
-
-def complain(sentence: str) -> None:
-    """A line in the log of this rank."""
-    print(sentence, file=sys.stderr, flush=True)
 
 
 def _longest(config: JobConfig, data: Data) -> int | None:

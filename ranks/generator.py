@@ -52,6 +52,7 @@ from headrace.comm.weights import Subscriber
 from headrace.ranks.groups import CUT, Group, Sample
 from headrace.ranks.heartbeat import MainState
 from headrace.ranks.intake import Intake, Key
+from headrace.ranks.memory import MemoryBound
 from headrace.ranks.tally import Tally
 from headrace.ranks.tasks import Scorer, TaskSource
 from headrace.ranks.topology import RoleMap
@@ -100,6 +101,7 @@ class GeneratorLoop:
         scorer: Scorer,
         params: SamplingParams,
         group_size: int,
+        memory: MemoryBound,
         partial: bool,
         oldest: int,
         seed: int,
@@ -122,6 +124,7 @@ class GeneratorLoop:
         self._oldest = oldest
         self._seed = seed
         self._main = main
+        self._memory = memory
         self._intake = Intake(engine.capacity().slots, group_size)
         self._groups: dict[Key, Group] = {}
         self._loaded = -1
@@ -278,7 +281,8 @@ class GeneratorLoop:
     # Groups
 
     def _ask_for_more(self) -> None:
-        room = self._intake.ask()
+        kept = self._store.memory_use()
+        room = self._intake.ask(self._memory.at_work(kept.groups, kept.bytes))
         if room:
             self.post(self._home, Ask(room))
 
@@ -366,13 +370,14 @@ class GeneratorLoop:
         for group in groups:
             trajectories = group.trajectories()
             if trajectories:
-                self._store.put(*group.key, trajectories)
+                self._memory.finished(self._store.put(*group.key, trajectories))
             self._close(group)
             by_ledger.setdefault(self._ledger_of(group.grant.ticket), []).append(group)
         for ledger, done in by_ledger.items():
             metas = [meta for group in done for meta in group.metas()]
             left_out = [unit for group in done for unit in group.left_out]
-            self.post(ledger, Finished(metas, self._tally.counters(self.engine.version), left_out))
+            counters = self._tally.counters(self.engine.version, self._store.memory_use())
+            self.post(ledger, Finished(metas, counters, left_out))
 
     def _give_up(self, group: Group, score: Scored) -> None:
         self._abort(group)

@@ -14,18 +14,22 @@ from headrace.comm.messages import EvalResult, Evaluating
 from headrace.comm.service import Service
 from headrace.comm.trajectories import TrajectoryStore, make_group
 from headrace.comm.weights import Subscriber
-from headrace.ranks.archive import Archived, ArchiveWriter
+from headrace.ranks.archive import ArchiveWriter
 from headrace.ranks.config import JobConfig
 from headrace.ranks.evaluation import Share, evaluate_share
 from headrace.ranks.generator import GeneratorDesk, GeneratorLoop
 from headrace.ranks.groups import Group
+from headrace.ranks.memory import MemoryBound
 from headrace.ranks.run import IDLE_S, Rank, ledger_spec
+from headrace.ranks.segments import Archived
 from headrace.ranks.shutdown import await_stop, end_generator, until
 from headrace.ranks.tasks import Scorer, TaskSource
 from headrace.rollout.engine import Engine, SamplingParams
 
 PROGRESS_S = 5.0
 """How often an evaluation says that it goes on, in seconds."""
+
+MIB = 1 << 20
 
 SOON_S = 0.005
 """Longest sleep of the main thread while it waits for something that the courier doesn't announce."""
@@ -43,7 +47,7 @@ class GeneratorRank:
         archive: ArchiveWriter | None,
     ) -> None:
         """`store`: with what it has of earlier launches; `unfinished`: what they were at work on. `archive`: takes what
-        is put into the store from now on."""
+        is put into the store from now on, and what the store spills."""
         self._rank = rank
         self._subscriber = subscriber
         self._store = store
@@ -56,7 +60,7 @@ class GeneratorRank:
         self.courier = rank.courier(services + ([archive] if archive else []))
         rank.living.under_way = True  # whether the run has begun is for the trainers to say
         if archive is not None:
-            self._store.on_put = archive.put
+            archive.keep_for(store)
 
     def main(self, engine: Engine, tasks: TaskSource, scorer: Scorer) -> Iterator[None]:
         """The main loop, from the first weights to the end of the run."""
@@ -102,6 +106,7 @@ class GeneratorRank:
             scorer,
             sampling_params(config, tasks),
             config.rollout.group_size,
+            MemoryBound(config.rollout.memory_mb * MIB, config.ledger.groups_per_step),
             config.rollout.partial,
             ledger_spec(config, None).oldest,
             config.run.seed,

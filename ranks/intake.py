@@ -10,7 +10,7 @@
 An ask that is redirected stays ASKED: it only waits at another ledger. Every ask has one end, a grant or `forgotten`,
 so the numbers never fall below zero.
 
-Two limits say how much is asked for:
+Two limits, and the memory for finished groups (`memory.py`), say how much is asked for:
 
 - the engine's slots: enough groups that none stands idle, the last of them waiting in part for slots to get free;
 - the window: a number of groups. It is as wide as the slots, so that it changes nothing, until over three quarters of
@@ -58,12 +58,14 @@ class Intake:
         """Groups that this generator is answerable for: held and running."""
         return len(self.held) + self.running
 
-    def ask(self) -> int:
-        """For how many more groups to ask now (0: for none); they count as asked from here on."""
+    def ask(self, most: float = math.inf) -> int:
+        """For how many more groups to ask now (0: for none); they count as asked from here on. `most`: so many may be
+        asked for, held and running in all."""
         coming = (self.asked + len(self.held)) * self._group_size
         room = max(0, math.ceil((self._slots - self.generating - coming) / self._group_size))
-        if self.window < self._slots:
-            room = max(0, min(room, self.window - self.asked - self.groups))
+        limit = min(most, self.window if self.window < self._slots else math.inf)
+        if limit < math.inf:
+            room = max(0, min(room, int(limit) - self.asked - self.groups))
         self.asked += room
         return room
 

@@ -21,6 +21,8 @@ from headrace.comm.files import write_whole
 from headrace.comm.messages import GeneratorCounters, StepReport
 from headrace.ranks.tickets import NO_VARIANCE, OVERDUE, FormedGroup, FormedStep, TicketCounts
 
+MIB = 1 << 20
+
 TICKETS = ("issued", "trained", "dropped", "failed", "outstanding", "returned")
 
 
@@ -160,6 +162,8 @@ class MetricsGatherer:
             "tokens/generated_per_s": tokens / elapsed if elapsed > 0 else 0.0,
             "reward/generated_mean": rewards / samples if samples else None,
             "idle/generator": max(0.0, 1.0 - busy / wall) if wall > 0 else 0.0,
+            "groups/kept_mb": max((counters.kept_bytes for counters in newest.values()), default=0) / MIB,
+            "groups/spilled": sum(counters.spilled for counters in newest.values()),
         }
 
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from headrace.comm.courier import Courier
-from headrace.comm.exchange import ExchangeConsumer
+from headrace.comm.errors import HeadraceError
+from headrace.comm.exchange import ExchangeConsumer, Groups
 from headrace.comm.messages import Release
+from headrace.comm.spilling import LostGroupsError
 from headrace.comm.trajectories import trajectories_by_key
 from headrace.comm.trajectory import Trajectory
 from headrace.ranks.heartbeat import MainState
@@ -51,6 +53,7 @@ class Replay:
 
         Raises:
             WaitLimitError: names the generators whose data haven't come within the limit.
+            HeadraceError: a generator can't read some of them any more.
         """
         for formed in steps:
             self._main.set(f"training step {formed.step} again")
@@ -72,13 +75,22 @@ class Replay:
 
         def arrived() -> bool:
             for request in list(requests):
-                groups = self._consumer.take(request)
+                groups = self._take(request)
                 if groups is not None:
                     data.update(trajectories_by_key(groups))
                     del requests[request]
             return not requests
 
         yield from until(arrived, self._wait_limit, lambda: f"groups from ranks {sorted(set(requests.values()))}")
+
+    def _take(self, request: int) -> Groups | None:
+        try:
+            return self._consumer.take(request)
+        except LostGroupsError as error:
+            raise HeadraceError(
+                f"{error} So the steps since the checkpoint can't be trained again as they were. Go on by --resume: "
+                "the archive is read anew then, and what it lacks is generated again."
+            ) from error
 
     def _release(self, owner: int, keys: list[Key]) -> Callable[[], None]:
         return lambda: self._courier.transport.send(owner, Release(keys))

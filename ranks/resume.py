@@ -24,8 +24,8 @@ from headrace.comm.messages import Dropped, HeldGroup, Message, Resumption, Salv
 from headrace.comm.trajectory import Trajectory
 from headrace.comm.transport import Received, Transport
 from headrace.ranks import forming
-from headrace.ranks.archive import Archived
 from headrace.ranks.journal import Journal
+from headrace.ranks.segments import Archived
 from headrace.ranks.shutdown import until
 from headrace.ranks.tickets import NO_VARIANCE, FormedStep, LedgerSpec, LedgerState, SavedGroup, SavedWork, add_counts
 from headrace.ranks.topology import RoleMap

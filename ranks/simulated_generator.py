@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,11 +24,14 @@ from headrace.comm.messages import (
     Started,
 )
 from headrace.ranks.intake import Intake, Key
+from headrace.ranks.memory import MemoryBound
 
 if TYPE_CHECKING:
     from headrace.ranks.simulator import Simulation
 
 PROMPT_TOKENS = 16
+TOKEN_BYTES = 13
+"""Of the columns of a trajectory."""
 
 
 @dataclass(slots=True)
@@ -73,6 +77,9 @@ class SimulatedGenerator:
         self._sim, self._job = simulation, job
         self._size = job.spec.group_size
         self._intake = Intake(job.slots, self._size)
+        self._memory = MemoryBound(job.memory_bytes, job.spec.groups_per_step)
+        self.kept: dict[Key, int] = {}
+        """Finished groups that are in memory, and their bytes. (Nothing is spilled.)"""
         self._home = index % job.ledgers
         self._versions: list[tuple[float, int]] = [(0.0, 0)]
         """Since when it has had which version."""
@@ -83,8 +90,8 @@ class SimulatedGenerator:
         self._finished = self._tokens = 0
 
     def ask(self) -> None:
-        """Ask until every slot has work."""
-        room = self._intake.ask()
+        """Ask until every slot has work, as far as memory allows."""
+        room = self._intake.ask(self._memory.at_work(len(self.kept), sum(self.kept.values())))
         if room:
             self._sim.send(self.rank, self._home, Ask(room))
 
@@ -103,11 +110,18 @@ class SimulatedGenerator:
                         self._groups[key].late = True
             case Dropped(keys):
                 self._intake.withdraw(keys)
+                self.release(keys)
                 for key in keys:
                     self._drop(key)
             case Forgotten(room):
                 self._intake.forgotten(room)
         self._work()
+
+    def release(self, keys: Iterable[Key]) -> None:
+        """These groups are trained, or count no more."""
+        for key in keys:
+            self.kept.pop(key, None)
+        self.ask()
 
     def take_version(self, version: int) -> None:
         """New weights are here: they make the next token of every sample."""
@@ -184,6 +198,10 @@ class SimulatedGenerator:
         group.trace.finished = self._sim.now
         del self._groups[group.key]
         self._intake.ended(late=cut or group.late)
+        if group.metas:
+            tokens = sum(meta.prompt_tokens + meta.response_tokens for meta in group.metas)
+            self.kept[group.key] = tokens * TOKEN_BYTES
+            self._memory.finished(tokens * TOKEN_BYTES)
         done = {meta.sample for meta in group.metas}
         left_out = [(group.key[0], sample, group.key[1]) for sample in range(self._size) if sample not in done]
         counters = GeneratorCounters(self._tokens, self._finished, 0.0, 0.0, self._sim.now, self.version)

@@ -56,6 +56,8 @@ class SimulatedJob:
     """(source, target) → time of one message; those of one pair keep their order all the same."""
     pull_s: Callable[[int, random.Random], float] = lambda trainer, rng: 0.0
     """Time in which a trainer gets the data of its groups."""
+    memory_bytes: float = math.inf
+    """Of one generator, for finished groups."""
     reissue_after_s: float = 60.0
     """A generator that has been silent for so long is taken for lost."""
     wait_limit_s: float = 1e5
@@ -298,7 +300,7 @@ class Simulation:
 
     def _end_step(self, step: StepTrace, published: bool) -> None:
         self.trace.steps.append(step)
-        self.trace.messages[Release.__name__] += len({(group.replica, group.owner) for group in step.formed.groups})
+        self._release(step.formed)
         for generator in self.generators if published else []:
             arrival = self.now + self.job.weights_s(generator.index, self.rng)
             self.at(arrival, generator.take_version, step.formed.step + 1)
@@ -306,3 +308,9 @@ class Simulation:
         for index, node in enumerate(self.nodes):
             node.end_step(step.formed.step, published)
             self._turn(index)
+
+    def _release(self, formed: FormedStep) -> None:
+        """Tell the owners that these groups are trained; they know it at once."""
+        self.trace.messages[Release.__name__] += len({(group.replica, group.owner) for group in formed.groups})
+        for group in formed.groups:
+            self.generators[group.owner - self.job.ledgers].release([(group.ticket, group.attempt)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from headrace.comm.messages import GeneratorCounters
+from headrace.comm.spilling import MemoryUse
 
 
 class Tally:
@@ -32,7 +33,16 @@ class Tally:
         self._finished += 1
         self._reward_sum += reward
 
-    def counters(self, version: int) -> GeneratorCounters:
-        """The totals, with the version held now."""
+    def counters(self, version: int, memory: MemoryUse) -> GeneratorCounters:
+        """The totals, with the version held now and the memory taken by finished groups."""
         wall_s = time.monotonic() - self._started_at
-        return GeneratorCounters(self._tokens, self._finished, self._reward_sum, self._busy_s, wall_s, version)
+        return GeneratorCounters(
+            self._tokens,
+            self._finished,
+            self._reward_sum,
+            self._busy_s,
+            wall_s,
+            version,
+            memory.bytes,
+            memory.spilled,
+        )

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ from headrace.comm.messages import (
     StepReport,
     Stop,
 )
+from headrace.comm.spilling import LostGroupsError
 from headrace.comm.trajectories import trajectories_by_key
 from headrace.comm.trajectory import Trajectory
 from headrace.comm.transport import Received, Transport
@@ -65,7 +67,8 @@ class StepBatch:
 
 class TrainerDesk:
     """The courier's side of a trainer: pulls the data of a formed step, and hands the batch to the main thread when all
-    replicas have theirs. If an owner falls silent before its data are here, the step is formed anew without them."""
+    replicas have theirs. If an owner falls silent before its data are here, or can't read them any more, the step is
+    formed anew without them."""
 
     handles: ClassVar[tuple[type[Message], ...]] = (CheckpointBegin, Evaluating, Stop)
 
@@ -110,7 +113,12 @@ class TrainerDesk:
             self._pull(newer)
         if self._formed is None:
             return
-        if not self._arrived():
+        try:
+            arrived = self._arrived()
+        except LostGroupsError as error:
+            self._do_without(self._formed, error)
+            return
+        if not arrived:
             self._give_up_absent(self._formed)
         elif self._node.may_train or self._formed.finished:
             self._hand_over(self._formed)
@@ -154,6 +162,12 @@ class TrainerDesk:
         if absent:
             self._forget()
             self._node.unform(group.ticket for group in formed.groups if group.owner in absent)
+
+    def _do_without(self, formed: FormedStep, error: LostGroupsError) -> None:
+        """Void the batch: an owner can't read some of its groups any more. They are generated again."""
+        print(f"{error} They are generated again.", file=sys.stderr, flush=True)
+        self._forget()
+        self._node.unform(group.ticket for group in formed.groups if (group.ticket, group.attempt) in error.keys)
 
     def _forget(self) -> None:
         for request in self._requests:

@@ -146,6 +146,12 @@ class RolloutConfig(Section):
     slots: int = Field(32, ge=1)
     """Samples that one generator decodes at the same time."""
 
+    memory_mb: float = Field(1024.0, gt=0, allow_inf_nan=False)
+    """Host memory of one generator for groups that are finished and not trained, in MiB; a token takes 13 bytes. Above
+    half of it groups leave the memory for the archive (`checkpoint.archive`) and are read back when they are trained.
+    What can't leave, since there is no archive or its disk is full, makes the generator begin no further groups until
+    there is room; but as many as `ledger.groups_per_step` it always may have, or no step could be formed."""
+
     kv: Literal["keep", "recompute"] = "keep"
     """What happens to the cached keys and values of running samples when new weights arrive: kept as they are, or
     computed again with the new weights."""

@@ -75,6 +75,8 @@ def test_a_bad_override_is_explained(tmp_path: Path, override: str, expected: st
         ("run: {name: null}\n", "`run.name` must be a text, but is empty"),
         ("rollout: {kv: x}\n", "`rollout.kv` must be 'keep' or 'recompute', but is 'x'"),
         ("rollout: {top_p: 2}\n", "`rollout.top_p` must be 1 or less, but is 2"),
+        ("rollout: {memory_mb: 0}\n", "`rollout.memory_mb` must be more than 0, but is 0"),
+        ("rollout: {memory_mb: .inf}\n", "`rollout.memory_mb` must be a finite number, but is"),
         ("rollout: {stop: a}\n", "`rollout.stop` must be a list, but is 'a'"),
         ("train: {betas: [0.9]}\n", "`train.betas.1` is missing"),
         (

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from headrace.ranks.archive import Archived, read_share
+from headrace.ranks.segments import Archived, read_share
 
 JOB_LIMIT_S = 240
 

@@ -11,8 +11,8 @@ from jobs import archived, check_books, latency_config, metrics_of, run_job, sta
 from tiny import await_steps, kill_after
 
 from headrace.comm.trajectories import COLUMN_DTYPES
-from headrace.ranks.archive import read_segment, read_share
 from headrace.ranks.journal import read_journal
+from headrace.ranks.segments import read_segment, read_share
 
 STOPPED, KILLED = 75, 137
 STEPS, GROUPS, EVERY = 24, 4, 8

@@ -12,7 +12,8 @@ import numpy as np
 from headrace.comm.columns import Group
 from headrace.comm.trajectories import GroupKey, make_group
 from headrace.comm.trajectory import Trajectory, Unit
-from headrace.ranks.archive import ArchiveFiles, ArchiveWriter, Record
+from headrace.ranks.archive import ArchiveFiles, ArchiveWriter
+from headrace.ranks.segments import Record
 
 
 def group(ticket: int, attempt: int = 0, samples: int = 2, tokens: int = 50) -> Group[GroupKey]:

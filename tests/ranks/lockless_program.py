@@ -12,7 +12,8 @@ from pathlib import Path
 import h5py
 from archive_program import group
 
-from headrace.ranks.archive import ArchiveFiles, Record, read_share
+from headrace.ranks.archive import ArchiveFiles
+from headrace.ranks.segments import Record, read_share
 
 FLOCK = {"x86_64": 73, "aarch64": 32}[platform.machine()]
 PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 22, 38, 2

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import errno
 import random
 import re
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import h5py
@@ -14,10 +17,20 @@ from archive_program import group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.comm.trajectories import COLUMN_DTYPES, make_group, trajectories_of
+from headrace.comm.messages import Covered, Salvaged
+from headrace.comm.simulated import SimulatedNetwork
+from headrace.comm.spilling import LostGroupsError
+from headrace.comm.trajectories import COLUMN_DTYPES, TrajectoryStore, make_group, trajectories_of
 from headrace.comm.trajectory import Trajectory, Unit
+from headrace.comm.transport import Received
 from headrace.ranks import archive
-from headrace.ranks.archive import ArchiveFiles, ArchiveWriter, Record, image_of, launches_in, read_segment, read_share
+from headrace.ranks.archive import ArchiveFiles, ArchiveWriter
+from headrace.ranks.config import JobConfig, RanksConfig
+from headrace.ranks.heartbeat import MainState
+from headrace.ranks.run import Rank
+from headrace.ranks.salvage import open_archive
+from headrace.ranks.segments import Record, image_of, launches_in, read_group, read_segment, read_share
+from headrace.ranks.topology import plan_roles
 
 PROGRAM = Path(__file__).with_name("archive_program.py")
 LOCKLESS = Path(__file__).with_name("lockless_program.py")
@@ -178,7 +191,9 @@ def test_a_checkpoint_deletes_the_segments_that_it_covers(tmp_path):
     old.add([Record(group(0), True), Record(group(1), True)])
     old.merge()
     old.add([Record(group(2), True)])
-    files = ArchiveFiles(tmp_path, 1, 1, read_share(tmp_path, 1, 0, 1))
+    files = ArchiveFiles(tmp_path, 1, 1)
+    for segment in read_share(tmp_path, 1, 0, 1):
+        files.adopt(segment)
     files.add([Record(group(3), True), Record(group(4), True)])
     files.merge()
     files.add([Record(group(5), True)])
@@ -229,3 +244,155 @@ def test_what_is_put_is_written_by_the_thread_and_what_is_too_much_for_the_disk_
     assert keys_in(tmp_path / "archive") == [(0, 0), (1, 0), (9, 0)]
     assert len(said) == 1
     assert "2 groups were passed over" in said[0]
+
+
+class Spilling:
+    """A generator's store with its archive; the memory is one group's."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(archive, "SHORTEST_PAUSE_S", 0.001)
+        monkeypatch.setattr(archive, "LONGEST_PAUSE_S", 0.01)
+        self.folder, self.said = folder, list[str]()
+        self.store = TrajectoryStore(group(0).nbytes)
+        self.errors: list[BaseException] = []
+        self.writer = ArchiveWriter(ArchiveFiles(folder, 0, 1), self.errors.append, self.said.append)
+        self.writer.keep_for(self.store)
+
+    def put(self, *tickets: int) -> None:
+        for ticket in tickets:
+            self.store.put(ticket, 0, trajectories_of(group(ticket)))
+
+    def until(self, done: Callable[[], bool]) -> None:
+        begun = time.monotonic()
+        while not done():
+            assert not self.errors
+            assert time.monotonic() < begun + 20
+            time.sleep(1e-3)
+
+    def get(self, ticket: int) -> list[Trajectory]:
+        self.until(lambda: self.store.recall([(ticket, 0)]))
+        return self.store.get([(ticket, 0)])[ticket, 0]
+
+    def end(self) -> None:
+        self.writer.close()
+        self.until(lambda: self.writer.closed)
+
+
+@pytest.fixture
+def spilling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Spilling]:
+    made = Spilling(tmp_path / "archive", monkeypatch)
+    yield made
+    made.end()
+
+
+def test_what_the_store_spills_is_read_back_from_the_archive_as_it_was(spilling):
+    spilling.put(0, 1, 2)
+    spilling.until(lambda: spilling.store.memory_use() == (0, 0, 3))
+    assert all(same(spilling.get(ticket), trajectories_of(group(ticket))) for ticket in (2, 0, 1))
+    spilling.store.release([(0, 0), (1, 0), (2, 0)])
+    spilling.writer.receive(Received(0, Covered([3], [])), 0.0)
+    spilling.until(lambda: not keys_in(spilling.folder))
+    spilling.put(3)
+    spilling.until(lambda: spilling.store.memory_use() == (0, 0, 4))
+    assert same(spilling.get(3), trajectories_of(group(3)))
+    assert not spilling.said
+
+
+@pytest.mark.parametrize("how", ["gone", "cut", "a bit"])
+def test_a_group_that_cannot_be_read_back_is_named(spilling, how):
+    spilling.put(5)
+    spilling.until(lambda: spilling.store.memory_use().spilled == 1)
+    [path] = spilling.folder.glob("*.h5")
+    whole = path.read_bytes()
+    place = whole.index(np.ascontiguousarray(group(5).columns["tokens"].data).tobytes())
+    if how == "gone":
+        path.unlink()
+    else:
+        end = place + 1 if how == "cut" else len(whole)
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 : end])
+    reason = "No such file or directory" if how == "gone" else "it isn't what was written"
+    text = f"ticket 5 attempt 0 can't be read back from {path} ({reason})."
+    with pytest.raises(LostGroupsError, match=re.escape(text)) as caught:
+        spilling.get(5)
+    assert caught.value.keys == [(5, 0)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups())
+def test_one_group_of_a_segment_is_read_by_itself(tmp_path_factory: pytest.TempPathFactory, records: list[Record]):
+    path = tmp_path_factory.mktemp("archive") / "0007-00001-000000.h5"
+    path.write_bytes(image_of(records))
+    for record in records:
+        if record.finished:
+            assert same(trajectories_of(read_group(path, record.group.key)), trajectories_of(record.group))
+        else:
+            with pytest.raises(LostGroupsError):
+                read_group(path, record.group.key)
+
+
+def test_with_a_full_disk_groups_stay_in_memory_and_nothing_is_lost(spilling, monkeypatch):
+    def full(records: list[Record]) -> bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(archive, "image_of", full)
+    spilling.put(0, 1)
+    spilling.until(lambda: not spilling.store._writing)
+    assert spilling.store.memory_use() == (2, group(0).nbytes + group(1).nbytes, 0)
+    assert len(spilling.said) == 1
+    assert "can't be written (No space left on device)" in spilling.said[0]
+    monkeypatch.setattr(archive, "image_of", image_of)
+    spilling.put(2)
+    spilling.until(lambda: spilling.store.memory_use().spilled == 1)
+    assert all(same(spilling.get(ticket), trajectories_of(group(ticket))) for ticket in (0, 1, 2))
+
+
+def test_what_is_too_much_for_the_disk_stays_in_memory_and_is_let_go(spilling, monkeypatch):
+    monkeypatch.setattr(archive, "QUEUE_BYTES", 0)
+    add, works = spilling.writer._files.add, threading.Event()
+
+    def slow(records: list[Record]) -> None:
+        assert works.wait(20)
+        add(records)
+
+    monkeypatch.setattr(spilling.writer._files, "add", slow)
+    spilling.put(0)
+    spilling.until(lambda: not spilling.writer._waiting)
+    spilling.put(1, 2)  # a first one waits, however large it is
+    works.set()
+    spilling.until(lambda: spilling.store.memory_use().spilled == 2)
+    assert spilling.store.memory_use() == (1, group(2).nbytes, 2)
+    assert same(spilling.get(2), trajectories_of(group(2)))
+
+
+def test_a_resumed_generator_leaves_on_the_disk_what_has_no_room_in_memory(tmp_path):
+    def write(launch: int, *records: Record) -> None:
+        files = ArchiveFiles(tmp_path / "archive", launch, 1)
+        files.add(records)
+        files.merge()
+
+    write(0, Record(group(8), False), *(Record(group(ticket), True) for ticket in range(6)), Record(group(7), False))
+    write(1, Record(group(8), True), Record(group(0), True))
+    config = JobConfig.model_validate(
+        {"rollout": {"engine": "latency", "memory_mb": 3 * group(0).nbytes / 2**20}, "run": {"dir": str(tmp_path)}}
+    )
+    network = SimulatedNetwork(2)
+    roles = plan_roles(["a", "a"], RanksConfig(trainers=1, generators=1))
+    rank = Rank(config, tmp_path, network.transport(1), roles, MainState(), 1, 2, print, print)
+    store, unfinished, writer = open_archive(rank)
+    assert writer is not None
+    writer.keep_for(store)
+    assert store.memory_use().bytes <= 1.5 * group(0).nbytes
+    assert sorted(store.list()) == [(ticket, 0) for ticket in (*range(6), 8)]
+    for key in store.list():
+        while not store.recall([key]):
+            time.sleep(1e-3)
+        assert same(store.get([key])[key], trajectories_of(group(key[0])))
+    assert [each.key for each in unfinished] == [(7, 0)]
+    [told] = network.transport(0).poll()
+    assert isinstance(told.message, Salvaged)
+    held = {(each.ticket, each.launch, each.finished) for each in told.message.groups}
+    assert held == {(0, 1, True), (8, 1, True), (7, 0, False), *((ticket, 0, True) for ticket in range(1, 6))}
+    writer.receive(Received(0, Covered([9], [])), 0.0)
+    while list((tmp_path / "archive").iterdir()):
+        time.sleep(1e-3)
+    writer.close()

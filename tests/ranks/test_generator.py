@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+import math
 
 import numpy as np
 import pytest
+from scripted import PROMPT, Engine, Scorer, Subscriber, Tasks
 
 from headrace.comm.courier import Courier
+from headrace.comm.exchange import ExchangeOwner
 from headrace.comm.messages import (
     Ask,
     Cut,
@@ -16,6 +18,7 @@ from headrace.comm.messages import (
     Finished,
     Forgotten,
     Grants,
+    Release,
     Returned,
     SampleMeta,
     Started,
@@ -23,116 +26,25 @@ from headrace.comm.messages import (
 )
 from headrace.comm.simulated import SimulatedNetwork
 from headrace.comm.trajectories import TrajectoryStore
-from headrace.comm.weights import Version
 from headrace.ranks.config import RanksConfig
 from headrace.ranks.generator import GeneratorDesk, GeneratorLoop
 from headrace.ranks.heartbeat import MainState
+from headrace.ranks.memory import MemoryBound
 from headrace.ranks.topology import plan_roles
-from headrace.rollout.engine import Capacity, Chunk, SamplingParams
-from headrace.rollout.rewards import Scored
-from headrace.rollout.task import Task
-
-PROMPT = 3
-
-
-class Engine:
-    """One token per step for each of `slots` requests; a response is `lengths[ticket, sample]` tokens long."""
-
-    def __init__(self, slots, lengths, delay=0):
-        self.slots, self.lengths, self.delay = slots, lengths, delay
-        self.version, self.coming = 0, []
-        self.running, self.waiting, self.begun = {}, deque(), {}
-
-    def add(self, request):
-        self.waiting.append(request.id)
-        self.begun[request.id] = len(request.begun)
-
-    def abort(self, id):
-        if self.running.pop(id, None) is None and id in self.waiting:
-            self.waiting.remove(id)
-
-    def capacity(self):
-        return Capacity(self.slots, len(self.running), len(self.waiting))
-
-    def load_weights(self, version, tensors, lasting=False):
-        self.coming.append([self.delay, version])
-        self.come_into_force()
-
-    def come_into_force(self):
-        self.version = max([self.version, *(version for left, version in self.coming if left <= 0)])
-        for entry in self.coming:
-            entry[0] -= 1
-
-    def step(self):
-        self.come_into_force()
-        while self.waiting and len(self.running) < self.slots:
-            id = self.waiting.popleft()
-            self.running[id] = self.begun[id]
-        chunks = []
-        for id in list(self.running):
-            self.running[id] = made = self.running[id] + 1
-            over = made == self.lengths.get((id.ticket, id.sample), 5)
-            if over:
-                del self.running[id]
-            chunks.append(Chunk(id, (made,), (-made / 10,), self.version, "stop" if over else None))
-        return chunks
-
-
-class Subscriber:
-    def __init__(self):
-        self.version = None
-
-    @property
-    def waiting(self):
-        return self.version is not None
-
-    def take(self):
-        version, self.version = self.version, None
-        return None if version is None else Version(version, [], lambda: None)
-
-
-class Tasks:
-    held_out = ()
-    stop_token_ids = ()
-
-    def task(self, ticket):
-        return Task(question=f"task {ticket}")
-
-    def encode(self, task):
-        return np.full(PROMPT, 7, np.int32)
-
-    def decode(self, tokens):
-        return " ".join(map(str, tokens))
-
-
-class Scorer:
-    """The number of tokens as reward; fails for `failing` tickets; holds everything back while `held`."""
-
-    def __init__(self):
-        self.ready, self.held, self.failing = [], False, set()
-
-    def submit(self, key, task, text):
-        failed = key.ticket in self.failing
-        self.ready.append(Scored(key, None if failed else float(len(text.split())), 1, "bad" if failed else None, "x"))
-
-    def poll(self):
-        if self.held:
-            return []
-        ready, self.ready = self.ready, []
-        return ready
+from headrace.rollout.engine import Capacity, SamplingParams
 
 
 class Bench:
     """One generator (rank 1); the test plays the trainer (rank 0)."""
 
-    def __init__(self, slots=4, group_size=2, lengths=None, partial=True, oldest=1, delay=0):
+    def __init__(self, slots=4, group_size=2, lengths=None, partial=True, oldest=1, delay=0, memory_bytes=math.inf):
         network = SimulatedNetwork(2)
         self.trainer, transport = network.transport(0), network.transport(1)
         roles = plan_roles(["a", "a"], RanksConfig(trainers=1, generators=1))
         desk = GeneratorDesk(transport, roles)
-        self.courier = Courier(transport, [desk], lambda error: None)
+        self.store, self.scorer, self.written = TrajectoryStore(memory_bytes), Scorer(), []
+        self.courier = Courier(transport, [desk, ExchangeOwner(transport, self.store)], lambda error: None)
         self.engine, self.subscriber = Engine(slots, lengths or {}, delay), Subscriber()
-        self.store, self.scorer = TrajectoryStore(), Scorer()
         self.loop = GeneratorLoop(
             rank=1,
             roles=roles,
@@ -145,6 +57,7 @@ class Bench:
             scorer=self.scorer,
             params=SamplingParams(max_tokens=100),
             group_size=group_size,
+            memory=MemoryBound(memory_bytes, step_groups=3),
             partial=partial,
             oldest=oldest,
             seed=0,
@@ -438,3 +351,43 @@ def test_a_resumed_group_that_counts_no_more_is_dropped_with_all_that_it_has():
     second.turn(10)
     assert not second.take(Finished)
     assert second.engine.capacity() == Capacity(4, 0, 0)
+
+
+def test_without_memory_it_asks_for_a_steps_groups_and_goes_on_when_they_are_released():
+    bench = Bench(slots=12, group_size=2, memory_bytes=1)
+    assert bench.asked() == 6, "before a group is finished nobody knows how large one is"
+    bench.grant(*range(6))
+    bench.turn(10)
+    assert len(bench.store.list()) == 6
+    assert bench.asked() == 0
+    bench.say(Release([(0, 0), (1, 0), (2, 0)]))
+    bench.turn()
+    assert bench.asked() == 0, "three are a step"
+    bench.say(Release([(3, 0)]))
+    bench.turn()
+    assert bench.asked() == 1
+    bench.grant(6)
+    bench.turn(10)
+    (*_, last) = bench.take(Finished)
+    assert last.counters.kept_bytes == sum(g.nbytes for g in bench.store.select(bench.store.list()).values())
+    assert bench.asked() == 0
+    bench.say(Release(bench.store.list()))
+    bench.turn()
+    assert bench.asked() == 3
+
+
+def test_what_is_spilled_makes_room():
+    bench = Bench(slots=2, group_size=2, memory_bytes=1)
+    bench.store.spill_to(lambda group: bench.written.append(group.key), lambda: None, lambda key: None)
+    for ticket in range(3):
+        assert bench.asked() == 1
+        bench.grant(ticket)
+        bench.turn(10)
+    assert bench.asked() == 0
+    bench.store.let_go(bench.written, written=True)
+    bench.turn()
+    assert bench.asked() == 1
+    bench.grant(3)
+    bench.turn(10)
+    (*_, last) = bench.take(Finished)
+    assert last.counters.spilled == 3

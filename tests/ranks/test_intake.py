@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.comm.messages import TicketGrant
 from headrace.ranks.intake import ROUND, Intake
+from headrace.ranks.memory import MemoryBound
 
 
 def grants(numbers, version=0):
@@ -192,3 +194,28 @@ def test_the_numbers_stay_true_whatever_happens(slots, group_size, draw):
         assert intake.running == len(running)
         assert intake.generating == sum(running)
         assert 1 <= intake.window <= slots
+
+
+def test_asks_for_no_more_than_may_be_at_work():
+    intake = Intake(slots=8, group_size=1)
+    assert intake.ask(3) == 3
+    assert intake.ask(2) == 0, "what was asked for stays asked"
+    intake.granted(grants([0, 1, 2]))
+    intake.start(0)
+    intake.ended(late=False)
+    intake.sampled()
+    assert intake.ask(3) == 1
+    assert intake.ask() == 5
+
+
+def test_memory_allows_what_fits_and_always_as_many_groups_as_a_step_has():
+    memory = MemoryBound(100, step_groups=4)
+    assert memory.at_work(0, 0) == math.inf, "no group is known yet"
+    assert memory.at_work(5, 50) == 5, "those of an earlier launch are"
+    memory.finished(10)
+    assert [memory.at_work(kept, 10 * kept) for kept in (0, 5, 9)] == [10, 5, 1]
+    assert memory.at_work(2, 95) == 2, "those of a step"
+    assert memory.at_work(4, 400) == 0
+    for _ in range(100):
+        memory.finished(20)
+    assert memory.at_work(0, 0) == 5

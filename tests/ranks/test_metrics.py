@@ -14,7 +14,8 @@ TIMES = {"wait": 1.0, "train": 2.0, "sync": 0.5, "wall": 4.0}
 
 
 def report(step, tokens=10, reward=5.0, wall=4.0):
-    counters = {3: GeneratorCounters(tokens, 10, reward, wall / 2, wall, 1)}
+    counters = {3: GeneratorCounters(tokens, 10, reward, wall / 2, wall, 1, kept_bytes=tokens << 20, spilled=7)}
+    counters[4] = GeneratorCounters(0, 0, 0.0, 0.0, 0.0, 1, kept_bytes=1 << 20, spilled=1)
     return StepReport(step, TICKETS, TIMES, age_sum=6.0, tokens=4, counters=counters)
 
 
@@ -36,6 +37,7 @@ def test_a_line_is_written_once_every_trainer_has_reported(tmp_path):
     assert line["idle/trainer"] == 0.25
     assert line["reward/generated_mean"] == 0.6  # of the newer word of generator 3
     assert line["idle/generator"] == 0.5
+    assert (line["groups/kept_mb"], line["groups/spilled"]) == (30, 8)
 
 
 def test_after_a_resume_nothing_before_it_is_waited_for(tmp_path):

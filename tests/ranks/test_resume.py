@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -12,18 +13,22 @@ from archive_program import group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.comm.errors import HeadraceError
 from headrace.comm.messages import HeldGroup, SampleMeta, StepReport, TicketGrant
 from headrace.comm.simulated import SimulatedNetwork
+from headrace.comm.spilling import LostGroupsError
 from headrace.comm.trajectories import trajectories_of
 from headrace.comm.trajectory import Trajectory, Unit
 from headrace.ranks import forming
-from headrace.ranks.archive import Archived
 from headrace.ranks.config import RanksConfig
+from headrace.ranks.heartbeat import MainState
 from headrace.ranks.journal import Began, Journal, JournalWriter, Trained, read_journal
 from headrace.ranks.ledger import Ledger
 from headrace.ranks.recovery import covered_by
+from headrace.ranks.replay import Replay
 from headrace.ranks.resume import Plan, await_plan, gather_salvaged, held_group, make_plan, meta_of, tell_plan
-from headrace.ranks.tickets import NO_VARIANCE, FormedGroup, LedgerSpec, LedgerState
+from headrace.ranks.segments import Archived
+from headrace.ranks.tickets import NO_VARIANCE, FormedGroup, FormedStep, LedgerSpec, LedgerState
 from headrace.ranks.topology import plan_roles
 
 Key = tuple[int, int]
@@ -353,3 +358,14 @@ def test_a_generator_that_doesnt_read_the_archive_is_named():
     roles = plan_roles(["a"] * 2, RanksConfig(trainers=1, generators=1))
     with pytest.raises(WaitLimitError, match=r"rank 1 \(generator 0 on a\) to read the archive"):
         gather_salvaged(SimulatedNetwork(2).transport(0), roles, [], 0.05)
+
+
+def test_steps_whose_groups_are_lost_after_all_end_the_job_with_the_way_on():
+    def lost(request):
+        raise LostGroupsError("Rank 2 has lost groups: ticket 3 has gone.", [(3, 0)])
+
+    consumer = SimpleNamespace(pull=lambda owner, keys: 0, take=lost)
+    replay = Replay(0, None, consumer, None, MainState(), None, 9.0)
+    formed = FormedStep(4, 0, [FormedGroup(3, 0, 2, 0, 0, 4, 4, 1, 3, 1, 1, 1, 1, 1.0)], finished=False)
+    with pytest.raises(HeadraceError, match=r"ticket 3 has gone\. So the steps .* Go on by --resume"):
+        list(replay.run([formed]))

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from headrace.comm.errors import WaitLimitError
-from headrace.comm.messages import SampleMeta
+from headrace.comm.messages import Message, SampleMeta
 from headrace.ranks import pace
+from headrace.ranks.memory import MemoryBound
 from headrace.ranks.simulator import MadeUpLengths, SimulatedJob, Simulation, Trace
 from headrace.ranks.tickets import LedgerSpec, Overdue
 from headrace.rollout.config import LatencyConfig
@@ -176,3 +177,59 @@ def test_lengths_are_those_of_the_latency_engine() -> None:
     lengths = MadeUpLengths(CONFIG, 4, 300, seed=7)
     for ticket in (0, 255, 256, 9000):
         assert lengths(ticket, 3) == min(300, made_up_length((7, ticket, 3), CONFIG))
+
+
+class Watched(Simulation):
+    """Knows how much any generator has kept at most."""
+
+    groups = bytes = 0
+
+    def send(self, source: int, target: int, message: Message) -> None:
+        super().send(source, target, message)
+        for generator in self.generators:
+            self.groups = max(self.groups, len(generator.kept))
+            self.bytes = max(self.bytes, sum(generator.kept.values()))
+
+
+LITTLE = {"generators": 2, "slots": 8, "memory_bytes": 1}
+
+
+@pytest.mark.parametrize("ledgers", [1, 2, 5])
+@pytest.mark.parametrize("staleness", [0, 1, 2.5, 4])
+def test_with_memory_for_nothing_a_generator_keeps_a_steps_groups_and_all_are_trained(
+    staleness: float, ledgers: int
+) -> None:
+    simulation = Watched(job(staleness, ledgers, **LITTLE))
+    trace = simulation.run()
+    tickets = [ticket for step in trained(trace) for ticket in step]
+    assert len(set(tickets)) == len(tickets) == 12 * 8
+    assert simulation.groups <= simulation.spec.groups_per_step
+    for ledger in simulation.nodes:
+        ledger.check()
+
+
+def test_memory_bounds_what_is_kept() -> None:
+    slow = {"generators": 2, "slots": 8, "train_s": 300.0}
+    free = Watched(job(8, **slow))
+    free.run()
+    bound = 0.6 * free.bytes
+    simulation = Watched(job(8, memory_bytes=bound, **slow))
+    trace = simulation.run()
+    assert simulation.bytes <= 1.2 * bound, "groups at work are counted by the mean size of the finished ones"
+    assert simulation.groups > simulation.spec.groups_per_step
+    assert len(trace.steps) == 12
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_with_memory_for_nothing_the_others_make_up_for_a_dead_generator_and_a_silent_one(seed: int) -> None:
+    simulation = Watched(job(seed % 4, 1 + seed % 3, seed=seed, **LITTLE | {"generators": 3}))
+    simulation.at(3.0 + seed, simulation.silence, 0, 24.0)
+    simulation.at(5.0 + 2 * seed, simulation.kill, 1)
+    assert len(simulation.run().steps) == 12
+
+
+def test_with_less_than_a_steps_groups_the_run_would_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = MemoryBound.__init__
+    monkeypatch.setattr(MemoryBound, "__init__", lambda self, memory, groups: make(self, memory, groups - 1))
+    with pytest.raises(WaitLimitError):
+        Simulation(job(1, 1, **LITTLE | {"generators": 1})).run()

@@ -8,6 +8,7 @@ import numpy as np
 
 from headrace.comm.exchange import ExchangeConsumer, ExchangeOwner
 from headrace.comm.simulated import SimulatedNetwork
+from headrace.comm.spilling import LostGroupsError
 from headrace.comm.trajectories import TRAJECTORY, TrajectoryStore
 from headrace.comm.trajectory import Trajectory, Unit
 from headrace.ranks.failed_groups import FailedGroups
@@ -69,7 +70,7 @@ class Bench:
         self.transport, self.node, self.awake = network.transport(0), Node(), {1, 2}
         self.consumer = ExchangeConsumer(self.transport, TRAJECTORY)
         self.desk = TrainerDesk(self.transport, self.node, self.consumer, FailedGroups(self.node, 8), 0)
-        self.stores = {rank: TrajectoryStore() for rank in (1, 2)}
+        self.stores = {rank: TrajectoryStore(memory_bytes=1) for rank in (1, 2)}
         self.owners = {
             rank: (network.transport(rank), ExchangeOwner(network.transport(rank), self.stores[rank]))
             for rank in (1, 2)
@@ -110,6 +111,7 @@ class Bench:
                 transport, owner = self.owners[rank]
                 for received in transport.poll():
                     owner.receive(received, 0.0)
+                owner.tick(0.0)
 
     def batches(self):
         return [[sample.unit.ticket for group in batch.groups for sample in group] for batch in self.desk.batches]
@@ -165,5 +167,25 @@ def test_a_batch_that_another_replica_had_to_undo_gives_way_to_the_next():
     bench.turn()
     assert (bench.node.said, bench.batches()) == ([0, 1], [])
     bench.node.may_train = True
+    bench.turn()
+    assert bench.batches() == [[10, 11]]
+
+
+def test_a_batch_whose_owner_has_lost_a_group_is_void_and_formed_anew(capsys):
+    bench = Bench()
+    bench.form([1, 2, 2])
+    store = bench.stores[2]
+
+    def gone(key):
+        raise LostGroupsError(f"ticket {key[0]} has gone.", [key])
+
+    store.spill_to(lambda group: None, lambda: None, gone)
+    store.let_go([(2, 0)], written=True)
+    while not bench.node.unformed:
+        bench.turn()
+    assert bench.node.unformed == [2]
+    assert bench.batches() == []
+    assert "Rank 2 has lost groups: ticket 2 has gone. They are generated again." in capsys.readouterr().err
+    bench.form([1, 2], formation=1)
     bench.turn()
     assert bench.batches() == [[10, 11]]

@@ -35,6 +35,7 @@ LINES = {
     "steps": "steps trained",
     "groups": "groups trained",
     "undone steps": "steps undone",
+    "lives with little memory": "lives in which generators kept no more groups than they must",
     "dies": "generators died",
     "dies_deaf": "generators ended that a version never reached",
     "falls_silent": "generators taken for lost that went on",

@@ -29,6 +29,7 @@ from headrace.comm.messages import (
     Started,
     TicketGrant,
 )
+from headrace.ranks.memory import MemoryBound
 from worlds.setup import Setup
 
 if TYPE_CHECKING:
@@ -103,11 +104,16 @@ class Generator:
         self.stored: dict[Key, Group] = {}
         """Finished groups that may still be pulled."""
         self._budget, self._send = budget, send
+        self._memory = MemoryBound(1, setup.spec.groups_per_step)
+        self._memory.finished(1)
 
     # What may happen next
 
     def events(self) -> Iterator[Event]:
-        room = self.setup.room - self.asked - len(self.held) - len(self.running)
+        at_work = self.asked + len(self.held) + len(self.running)
+        room = self.setup.room - at_work
+        if self.setup.little:
+            room = min(room, int(self._memory.at_work(len(self.stored), len(self.stored))) - at_work)
         if room > 0:
             yield ("asks", self.rank, room)
         for grant in self.held:

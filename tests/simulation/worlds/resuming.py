@@ -19,9 +19,11 @@ def resumed(world: World, setup: Setup, choose: Callable[[int], int], every: int
     parts = [msgspec.json.decode(text, type=LedgerState) for text, _ in world.saved[step].values()]
     finished = [group for part in parts for group in part.finished]
     owners = {g.ticket: setup.ledgers + choose(setup.generators) for g in finished if journal and choose(3)}
-    held = [(owners[g.ticket], *_data(g)) for g in finished if g.ticket in owners]
+    whole = LedgerState.merge(parts, owners)
+    counting = {g.ticket for g in whole.readmit(setup.spec).finished}  # generators are told to forget the others
+    held = [(owners[g.ticket], *_data(g)) for g in finished if g.ticket in counting]
     ends = {ticket for _, tickets in world.saved[step].values() for ticket in tickets}
-    return World(setup, Start(step, LedgerState.merge(parts, owners), world.trained[:step], ends, held))
+    return World(setup, Start(step, whole, world.trained[:step], ends, held))
 
 
 def _checkpoint(world: World, every: int) -> int:

@@ -78,6 +78,7 @@ def random_setup(rng: random.Random, data: Data) -> Setup:
         long=rng.choice(slow) * rng.randint(2, 6),
         slow=min(rng.choice(slow), generators - 1),
         deaf=faults * min(rng.choice(slow), generators - 1),
+        little=rng.random() < 0.4,
     )
 
 
@@ -115,6 +116,7 @@ def covered(worlds: list[World]) -> Counter[str]:
         found["undone steps"] += sum(world.formations)
         found["masked tokens"] += world.rules.masked
         found["lives that reached the bound"] += max(world.rules.ages, default=-1) == world.spec.oldest
+        found["lives with little memory"] += world.setup.little
         found[f"policy {world.spec.overdue}" + " by sample" * world.spec.by_sample] += 1
         found["samples left out"] += world.rules.left_out
         for node in world.nodes:

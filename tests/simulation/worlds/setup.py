@@ -33,6 +33,8 @@ class Setup:
     generators: int = 1
     room: int = 2
     """Groups that a generator runs or waits to run at once."""
+    little: bool = False
+    """Generators have so little memory that they keep no more groups, at work and finished, than they must."""
     homes: tuple[int, ...] | None = None
     """Index of the home ledger of each generator; None spreads them."""
     follow: bool = True
