@@ -30,7 +30,7 @@ from headrace.comm.messages import Covered, Message
 from headrace.comm.spilling import SpillingStore
 from headrace.comm.trajectories import GroupKey
 from headrace.comm.transport import Received
-from headrace.ranks.segments import SUFFIX, Record, Segment, image_of, lost, read_group
+from headrace.ranks.segments import PARTIAL, SUFFIX, Record, Segment, image_of, lost, read_group
 
 MIB = 1 << 20
 
@@ -45,8 +45,6 @@ takes little of the processor, and doesn't flood a slow file system with files."
 
 QUEUE_BYTES = 256 * MIB
 """Most that waits for the disk, unless it is a single group; what comes then isn't archived."""
-
-PARTIAL = ".writing"
 
 
 class ArchiveFiles:

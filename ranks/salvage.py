@@ -12,7 +12,7 @@ from headrace.comm.trajectories import TrajectoryStore
 from headrace.ranks.archive import ArchiveFiles, ArchiveWriter
 from headrace.ranks.resume import held_group, newer
 from headrace.ranks.run import Rank
-from headrace.ranks.segments import Archived, read_share
+from headrace.ranks.segments import Archived, half_written, read_share
 
 MIB = 1 << 20
 
@@ -27,8 +27,10 @@ def open_archive(rank: Rank) -> tuple[TrajectoryStore, list[Archived], ArchiveWr
     files = ArchiveFiles(rank.archive, rank.launch, rank.rank)
     held: dict[tuple[int, int], HeldGroup] = {}
     unfinished: dict[tuple[int, int], Archived] = {}
-    shares = len(rank.roles.generators)
-    for segment in read_share(rank.archive, rank.launch, rank.index, shares) if rank.start_step else ():
+    share = rank.archive, rank.launch, rank.index, len(rank.roles.generators)
+    for path in half_written(*share):
+        path.unlink(missing_ok=True)
+    for segment in read_share(*share) if rank.start_step else ():
         files.adopt(segment)
         for sentence in segment.damaged:
             complain(sentence)

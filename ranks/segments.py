@@ -29,7 +29,7 @@ from headrace.comm.trajectories import TRAJECTORY, GroupKey, unpack_trajectories
 from headrace.comm.trajectory import Trajectory
 from headrace.comm.transport import Buffer
 
-SUFFIX = ".h5"
+SUFFIX, PARTIAL = ".h5", ".writing"
 MAGIC = b"HDRACE02"
 TAIL = struct.Struct("<QQ8s")
 """Bytes of the index, their XXH3-64, magic number."""
@@ -85,6 +85,12 @@ def read_share(folder: Path, launch: int, index: int, of: int) -> Iterator[Segme
     """The segments of launches before `launch` that fall to reader `index` of `of`, each of them to one reader."""
     earlier = [path for path in sorted(folder.glob(f"*-*-*{SUFFIX}")) if launch_of(path) < launch]
     return (read_segment(path) for path in earlier[index::of])
+
+
+def half_written(folder: Path, launch: int, index: int, of: int) -> Iterable[Path]:
+    """What writers of launches before `launch` were killed at; each falls to one reader."""
+    earlier = [path for path in sorted(folder.glob(f"*-*-*{PARTIAL}")) if launch_of(path) < launch]
+    return earlier[index::of]
 
 
 def read_segment(path: Path) -> Segment:

@@ -372,6 +372,7 @@ def test_a_resumed_generator_leaves_on_the_disk_what_has_no_room_in_memory(tmp_p
 
     write(0, Record(group(8), False), *(Record(group(ticket), True) for ticket in range(6)), Record(group(7), False))
     write(1, Record(group(8), True), Record(group(0), True))
+    (tmp_path / "archive/0001-00001-000009.writing").write_bytes(b"half")
     config = JobConfig.model_validate(
         {"rollout": {"engine": "latency", "memory_mb": 3 * group(0).nbytes / 2**20}, "run": {"dir": str(tmp_path)}}
     )
