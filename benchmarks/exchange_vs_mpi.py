@@ -4,8 +4,8 @@
 
 Ours is from `pull` to trajectories in hand: ragged columns of 16 samples a group, received by a courier. Theirs is one
 contiguous buffer a group, sent without being asked for, received in place into memory that was received into before;
-the couriers' threads make those calls too, so that no other thread is in MPI. Cases: groups of 64 MiB, four in flight,
-and one group of 1 GiB. GB/s, medians of interleaved rounds.
+the couriers' threads make those calls too, so that no other thread is in MPI. Before either, the two ranks greet each
+other. Cases: groups of 64 MiB, four in flight, and one group of 1 GiB. GB/s, medians of interleaved rounds.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ def fill(store: TrajectoryStore, nbytes: int, groups: int) -> None:
 
 def pull_all(consumer: ExchangeConsumer, courier: Courier, groups: int, in_flight: int) -> float:
     """GB/s; each group is looked at and dropped when it has come."""
+    greeting = consumer.browse(OWNER)  # as `PlainTurn.run`: the clock starts when the owner is awake
+    while consumer.take(greeting) is None:
+        courier.news.wait(1e-3)
+        courier.news.clear()
     begun = time.perf_counter()
     tickets = iter(range(groups))
     under_way: list[int] = []

@@ -173,6 +173,7 @@ class GeneratorLoop:
             version.release()
         self._loaded, self._unused = version.version, not self._partial
         self._main.version = self.engine.version
+        self._main.set("generating")
         return True
 
     def reached(self, version: int) -> bool:
