@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 
+import pytest
 from jobs import check_books, latency_config, metrics_of, run_job, start_job, trained
 from tiny import assert_same_bits, tiny_config
 
@@ -24,6 +25,7 @@ def slow(task, answer):
 """
 
 
+@pytest.mark.slow
 def test_spilled_groups_are_trained_bit_for_bit(tmp_path):
     """Half of the groups wait for the slow rewards of the others, long enough to be spilled."""
     for name in ("quick", "slow"):
