@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.comm.messages import Key
-from headrace.comm.schema import ExchangeError, Field, Schema
+from headrace.comm.schema import ExchangeError, Field, Schema, check_text
 from headrace.comm.transport import Buffer
 
 K = TypeVar("K", bound=Key)
@@ -237,6 +237,7 @@ class _Place:
             return None
         if not isinstance(value, str):
             raise self._misfit(index, value)
+        check_text(value, self._told(index))
         return value
 
     def _check_optional(self, index: int) -> None:
@@ -259,6 +260,11 @@ class _Place:
 
 def _check_names(schema: Schema, key: Key, samples: Sequence[Sample]) -> None:
     for index, sample in enumerate(samples):
+        if not isinstance(sample, Mapping):
+            raise ExchangeError(
+                f"Sample {index} of {schema.name(key)} is of type {type(sample).__name__}; a sample is a dict, by the "
+                "names of the fields, and a group is a list of them."
+            )
         unknown = sorted(sample.keys() - schema.fields.keys())
         if unknown:
             raise ExchangeError(

@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from headrace.comm import wire
 from headrace.comm.columns import Group, pack_groups, unpack_groups
 from headrace.comm.messages import Browse, Consume, Key, Message, Pull, Pulled, Release
-from headrace.comm.schema import ExchangeError, Schema
+from headrace.comm.schema import ExchangeError, Schema, plain_key
 from headrace.comm.spilling import LostGroupsError
 from headrace.comm.store import TRAIN, GroupStore
 from headrace.comm.transport import Buffer, Received, Transport
@@ -181,11 +182,13 @@ class ExchangeConsumer:
             keys: of the groups.
             fields: only these travel; None: all.
             rows: only these samples of each group, by their places; None: all.
+
+        Raises:
+            ExchangeError: this can't be asked: there is no such rank, or an argument is of another type.
         """
-        wanted, places = _list(fields), _list(rows)
-        return self._ask(
-            owner, lambda number: Pull(number, [*dict.fromkeys(keys)], self._schema.fingerprint, wanted, places)
-        )
+        names, places = _list(fields, "fields"), _list(rows, "rows")
+        wanted = keys_of(keys)
+        return self._ask(owner, lambda number: Pull(number, wanted, self._schema.fingerprint, names, places))
 
     def consume(
         self,
@@ -208,7 +211,7 @@ class ExchangeConsumer:
             after: only groups that were had under this other name.
             patience_s: how long the owner waits for a group, in seconds, before it answers that there is none.
         """
-        fingerprint, wanted = self._schema.fingerprint, _list(fields)
+        fingerprint, wanted = self._schema.fingerprint, _list(fields, "fields")
         return self._ask(
             owner, lambda number: Consume(number, consumer, count, partition, fingerprint, wanted, after, patience_s)
         )
@@ -218,9 +221,11 @@ class ExchangeConsumer:
         return self._ask(owner, lambda number: Browse(number, self._schema.fingerprint, partition))
 
     def release(self, owner: int, keys: Iterable[Key]) -> None:
-        """Tell a rank (at the next tick) to forget groups."""
+        """Tell a rank (at the next tick) to forget groups. Raises as `pull`."""
+        message = Release(keys_of(keys))
+        self._check_question(owner, message)
         with self._lock:
-            self._outbox.append((owner, Release([*keys])))
+            self._outbox.append((owner, message))
         self._transport.wake()
 
     def take(self, number: int) -> Groups | None:
@@ -272,7 +277,19 @@ class ExchangeConsumer:
             if message is not None:
                 self._transport.send(owner, message)
 
+    def _check_question(self, owner: int, message: Message) -> None:
+        """A mistake of this rank's program mustn't end the courier, here or at the owner."""
+        if not isinstance(owner, int) or not 0 <= owner < self._transport.size:
+            raise ExchangeError(
+                f"There is no rank {owner!r}; the exchange has the ranks 0 to {self._transport.size - 1}."
+            )
+        try:
+            wire.check(message)
+        except (TypeError, ValueError) as error:
+            raise ExchangeError(f"This can't be asked of rank {owner}: {error}. It was: {message}.") from None
+
     def _ask(self, owner: int, message: Callable[[int], Pull | Consume | Browse]) -> int:
+        self._check_question(owner, message(0))
         with self._lock:
             number = self._next
             self._next += 1
@@ -328,5 +345,20 @@ class ExchangeConsumer:
 _T = TypeVar("_T")
 
 
-def _list(values: Iterable[_T] | None) -> list[_T] | None:
-    return None if values is None else [*values]
+def keys_of(keys: Iterable[Key]) -> list[Key]:
+    """The keys, each once."""
+    if isinstance(keys, str) or not isinstance(keys, Iterable):
+        raise ExchangeError(f"{keys!r} isn't a list of keys: give one also for a single group, as [{keys!r}].")
+    each = [plain_key(key) for key in keys]
+    try:
+        return [*dict.fromkeys(each)]
+    except TypeError as error:
+        raise ExchangeError(f"{each!r} holds what can't be the key of a group: {error}.") from None
+
+
+def _list(values: Iterable[_T] | None, what: str) -> list[_T] | None:
+    if values is None:
+        return None
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ExchangeError(f"{values!r} isn't a list of {what}.")
+    return [plain_key(value) for value in values]

@@ -13,6 +13,7 @@ A courier thread answers the other ranks whatever this one does, until all have 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from headrace.comm.columns import Group, Sample
 from headrace.comm.courier import Courier
 from headrace.comm.errors import WaitLimitError
-from headrace.comm.exchange import ExchangeConsumer, ExchangeOwner, Groups
+from headrace.comm.exchange import ExchangeConsumer, ExchangeOwner, Groups, keys_of
 from headrace.comm.messages import Bye, Key, Message
 from headrace.comm.schema import ExchangeError, Field, Schema, fixed, ragged, text
 from headrace.comm.service import Service
@@ -131,7 +132,7 @@ class Exchange:
             ExchangeError: the owner lacks a group, or has another schema; there is no such field or sample.
             WaitLimitError: it hasn't answered within the limit.
         """
-        wanted = [*keys]
+        wanted = keys_of(keys)
         asked = f"for {self.schema.names(wanted)}"
         return self._answer(owner, self._consumer.pull(owner, wanted, fields, rows), self._limit_s, asked)
 
@@ -252,7 +253,9 @@ class Exchange:
             raise self._error
 
     def _fail(self, error: BaseException) -> None:
+        """The courier has ended. The main thread learns it at its next call; whoever looks at the output, now."""
         self._error = error
+        print(f"headrace: the exchange of rank {self.rank} has ended: {error}", file=sys.stderr, flush=True)
         self._courier.news.set()
 
 

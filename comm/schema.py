@@ -137,6 +137,11 @@ class Schema:
     def __init__(self, fields: Mapping[str, Field], key: Sequence[str] = ()) -> None:
         if not fields:
             raise ExchangeError("A schema needs at least one field.")
+        for name, field in fields.items():
+            if not isinstance(name, str) or not isinstance(field, Field):
+                raise ExchangeError(
+                    f"{name!r}: {field!r} is no field of a schema: give a name, and `fixed`, `ragged` or `text`."
+                )
         self.fields = dict(fields)
         self.key = tuple(key)
 
@@ -182,6 +187,8 @@ class Schema:
         Raises:
             ExchangeError: it is of another form.
         """
+        if isinstance(key, str):
+            check_text(key, "The key of a group")
         parts = key if isinstance(key, tuple) else (key,)
         whole = all(type(part) is int and -(2**63) <= part < 2**63 for part in parts)
         if self.key:
@@ -203,6 +210,24 @@ class Schema:
         each = [*keys]
         more = f" and {len(each) - most} more" if len(each) > most else ""
         return ", ".join(map(self.name, each[:most])) + more
+
+
+def plain_key(key: Any) -> Any:
+    """numpy's integers as Python's; anything else as it is."""
+    if isinstance(key, tuple):
+        return tuple(plain_key(part) for part in key)
+    return int(key) if isinstance(key, np.integer) else key
+
+
+def check_text(value: str, what: str) -> None:
+    """
+    Raises:
+        ExchangeError: it can't be sent, as strings with half a surrogate pair can't.
+    """
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ExchangeError(f"{what} is no text: {error}.") from None
 
 
 @lru_cache

@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple
 from headrace.comm.buffers import BufferPool
 from headrace.comm.columns import Group, K, Sample, gather, pack_groups, select
 from headrace.comm.messages import Key
-from headrace.comm.schema import ExchangeError, Schema
+from headrace.comm.schema import ExchangeError, Schema, plain_key
 from headrace.comm.transport import Buffer
 
 TRAIN = "train"
@@ -236,7 +236,7 @@ class SampleStore(GroupStore[Key]):
             ExchangeError: a sample doesn't fit the schema.
         """
         each = samples if isinstance(samples, Sequence) else [samples]
-        return gather(self.schema, key, each, self.room)
+        return gather(self.schema, plain_key(key), each, self.room)
 
     def get(
         self, keys: Iterable[Key], fields: Iterable[str] | None = None, rows: Sequence[int] | None = None

@@ -18,7 +18,7 @@ from headrace.comm.errors import HeadraceError
 from headrace.comm.messages import Message
 from headrace.comm.transport import Buffer
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever a message changes its fields; ranks of different protocols refuse each other."""
 
 
@@ -69,6 +69,18 @@ def decode(frame: bytes | bytearray | memoryview, source: int) -> tuple[Message,
             "damaged it, or that rank runs another version of headrace; check the Python environment of every role."
         ) from error
     return message, sizes
+
+
+def check(message: Message) -> None:
+    """Make sure that other ranks can read a message, before it leaves; for those that hold what a user's program gave.
+
+    Raises:
+        TypeError, ValueError: they can't; the text says what is wrong.
+    """
+    try:
+        _decoder.decode(_encoder.encode(((), message)))
+    except (msgspec.MsgspecError, OverflowError) as error:
+        raise ValueError(str(error)) from error
 
 
 def checked_places(places: Sequence[Buffer], sizes: list[int], source: int) -> list[Buffer]:

@@ -184,18 +184,19 @@ def doctor(
     raise typer.Exit(examine(config, overrides or (), load_profile(profile), ranks, nodes, as_json))
 
 
+RunName = typer.Argument(metavar="RUN", help="Name of a run under ./runs, or its folder.")
+
+
 @app.command()
 def trace(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, for instance runs/NAME.")],
+    run: Annotated[Path, RunName],
     out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="New file; RUN/trace/trace.json if none.")] = None,
 ) -> None:
     """Put the traces of a run's ranks (run.trace: true) into one file for https://ui.perfetto.dev."""
+    from headrace.launcher.status import find_run
     from headrace.launcher.trace import merge_traces
 
-    typer.echo(f"written: {merge_traces(run, out)}")
-
-
-RunName = typer.Argument(metavar="RUN", help="Name of a run under ./runs, or its folder.")
+    typer.echo(f"written: {merge_traces(find_run(run), out)}")
 
 
 @app.command()

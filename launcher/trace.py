@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import Literal
+
+import msgspec
 
 from headrace.comm.errors import HeadraceError
 from headrace.comm.files import write_whole
 from headrace.ranks.trace import FOLDER
+
+
+class _Event(msgspec.Struct):
+    name: str
+    ph: Literal["X", "M"]
+    pid: int
+    args: dict[str, str]
+    ts: float = 0.0
+    dur: float = 0.0
+    tid: int = 0
+
+
+_decoder = msgspec.json.Decoder(_Event)
 
 
 def merge_traces(run: Path, out: Path | None) -> Path:
@@ -28,12 +42,19 @@ def merge_traces(run: Path, out: Path | None) -> Path:
     events = [event for file in files if file.name.startswith(newest) for event in _events(file)]
     target = out if out is not None else run / FOLDER / "trace.json"
     try:
-        write_whole(target, json.dumps({"traceEvents": events}).encode())
+        write_whole(target, msgspec.json.encode({"traceEvents": events}))
     except OSError as error:
         raise HeadraceError(f"The trace can't be written: {error.strerror} ({target}).") from None
     return target
 
 
-def _events(file: Path) -> list[dict[str, Any]]:
+def _events(file: Path) -> list[_Event]:
     """Those of one rank, without a line that is still being written."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
+    try:
+        return [_decoder.decode(line) for line in file.read_bytes().split(b"\n")[:-1]]
+    except OSError as error:
+        raise HeadraceError(f"The trace {file} can't be read: {error.strerror}.") from None
+    except msgspec.MsgspecError as error:
+        raise HeadraceError(
+            f"The trace {file} holds what no rank has written ({error}). Delete the file to see the other ranks."
+        ) from None

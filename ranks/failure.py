@@ -9,6 +9,7 @@ lost others leaves `lost_NNN`, too: the launcher may start the job again.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import traceback
@@ -74,7 +75,7 @@ class Failure:
     def __call__(self, error: BaseException) -> NoReturn:
         with self._lock:
             text = error_text(error)
-            self._tell(text, isinstance(error, PeerLostError | WaitLimitError))
+            self._tell(text, isinstance(error, PeerLostError | WaitLimitError) or _broke_off(error))
             if self.lifeline is not None:
                 self.lifeline.let_go()
             self._abort(FAILED)
@@ -102,6 +103,12 @@ def error_text(error: BaseException) -> str:
     """One paragraph for a mistake of the user or of the outside world, a traceback for a defect."""
     if isinstance(error, HeadraceError):
         return str(error)
+    if _broke_off(error):
+        first = str(error).strip().splitlines()[0]
+        return (
+            "A collective of the trainers broke off: one of them has died; look at the ends of their logs. The backend "
+            f"says: {first}"
+        )
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return (
             f"Writing failed: {error.strerror} ({error.filename or 'the run folder'}). Free some space or choose "
@@ -109,6 +116,18 @@ def error_text(error: BaseException) -> str:
         )
     return "".join(traceback.format_exception(error)).rstrip()
 
+
+def _broke_off(error: BaseException) -> bool:
+    """Whether torch says that another rank has left a collective, as it does inside FSDP where nobody else can."""
+    return isinstance(error, RuntimeError) and BROKEN_OFF.search(str(error)) is not None
+
+
+BROKEN_OFF = re.compile(
+    r"gloo/transport/\S+.*(Connection reset|Connection closed|Connection refused|Broken pipe)"
+    r"|remote process exited or there was a network error",
+    re.DOTALL,
+)
+"""What gloo, and what NCCL, say when a peer goes away."""
 
 DISK_ERRORS = (27, 28, 30, 122)
 """EFBIG, ENOSPC, EROFS, EDQUOT."""

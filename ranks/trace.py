@@ -9,9 +9,10 @@ A line is a complete event ("ph": "X") of the trace event format, which Perfetto
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headrace.ranks.run import Rank
@@ -35,6 +36,7 @@ class Trace:
         self._file = file.open("w", encoding="utf-8")
         self._rank = rank
         self._epoch = time.time() - time.monotonic()
+        self._broken = False
         self._flushed = time.monotonic()
         self._write({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"{role}, rank {rank}"}})
 
@@ -50,16 +52,33 @@ class Trace:
             "tid": 0,
             "args": {"state": state},
         }
-        self._write(event)
-        if ended - self._flushed > FLUSH_S:
-            self._file.flush()
-            self._flushed = ended
+        self._write(event, flush=ended - self._flushed > FLUSH_S)
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # the same that ended the trace before, or now, with the last lines
+            self._file.close()
 
-    def _write(self, event: dict[str, object]) -> None:
-        self._file.write(json.dumps(event) + "\n")
+    def _write(self, event: dict[str, object], flush: bool = False) -> None:
+        """A trace that can't be written any more ends; the run goes on."""
+        if self._broken:
+            return
+        try:
+            self._file.write(json.dumps(event) + "\n")
+            if flush:
+                self._file.flush()
+                self._flushed = time.monotonic()
+        except OSError as error:
+            self._broken = True
+            complain(self._file.name, error)
+
+
+def complain(file: Path | str, error: OSError) -> None:
+    """A line in the log of this rank."""
+    print(
+        f"The trace {file} can't be written ({error.strerror}); the run goes on without it.",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 @contextmanager
@@ -69,7 +88,12 @@ def traced(rank: Rank, attempt: str) -> Iterator[None]:
         yield
         return
     file = rank.folder / FOLDER / f"{attempt}_rank_{rank.rank:03d}.jsonl"
-    trace = Trace(file, rank.rank, rank.roles.role(rank.rank))
+    try:
+        trace = Trace(file, rank.rank, rank.roles.role(rank.rank))
+    except OSError as error:
+        complain(file, error)
+        yield
+        return
     rank.main.on_end = trace.span
     try:
         yield

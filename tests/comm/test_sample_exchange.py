@@ -13,7 +13,7 @@ import pytest
 
 from headrace.comm.errors import HeadraceError, WaitLimitError
 from headrace.comm.messages import Pulled
-from headrace.comm.sample_exchange import Exchange, ExchangeError, Schema, fixed, ragged
+from headrace.comm.sample_exchange import Exchange, ExchangeError, Schema, fixed, ragged, text
 from headrace.comm.simulated import SimulatedNetwork
 from headrace.comm.wire import WireError
 
@@ -228,3 +228,66 @@ def test_without_room_within_the_limit_put_says_what_is_kept_and_who_has_not_rea
 def test_room_for_nothing_is_refused() -> None:
     with pytest.raises(ExchangeError, match="memory_bytes is 0: nothing could be kept"):
         Exchange.over(SimulatedNetwork(1).transport(0), SCHEMA, memory_bytes=0)
+
+
+MISTAKES: dict[str, Callable[[Exchange], object]] = {
+    "a truth value as key": lambda e: e.get(OWNER, [True]),  # type: ignore[list-item]
+    "a fraction as key": lambda e: e.get(OWNER, [1.5]),  # type: ignore[list-item]
+    "bytes as key": lambda e: e.get(OWNER, [b"a"]),  # type: ignore[list-item]
+    "a list as key": lambda e: e.get(OWNER, [[1, 2]]),  # type: ignore[list-item]
+    "a key beyond 64 bits": lambda e: e.get(OWNER, [2**70]),
+    "half a surrogate pair as key": lambda e: e.get(OWNER, ["\udc80"]),
+    "one key and no list": lambda e: e.get(OWNER, 1),  # type: ignore[arg-type]
+    "a string and no list": lambda e: e.get(OWNER, "ab"),
+    "a fraction as row": lambda e: e.get(OWNER, [1], rows=[0.5]),  # type: ignore[list-item]
+    "a slice as rows": lambda e: e.get(OWNER, [1], rows=slice(0, 1)),  # type: ignore[arg-type]
+    "a number as field": lambda e: e.get(OWNER, [1], fields=[3]),  # type: ignore[list-item]
+    "a fraction of groups": lambda e: e.consume(OWNER, "c", count=1.5),  # type: ignore[arg-type]
+    "no time to wait": lambda e: e.consume(OWNER, "c", wait_s=None),  # type: ignore[arg-type]
+    "a number as partition": lambda e: e.list(OWNER, 3),  # type: ignore[arg-type]
+    "a key to release": lambda e: e.release(OWNER, [True]),  # type: ignore[list-item]
+    "a rank beyond the last": lambda e: e.get(5, [1]),
+    "a rank before the first": lambda e: e.get(-1, [1]),
+    "a name as rank": lambda e: e.get("0", [1]),  # type: ignore[arg-type]
+    "no sample": lambda e: e.put("x", None),  # type: ignore[arg-type]
+    "numbers as samples": lambda e: e.put("x", [1, 2]),  # type: ignore[list-item]
+    "a string as sample": lambda e: e.put("x", "abc"),  # type: ignore[arg-type]
+    "half a surrogate pair to put": lambda e: e.put("\ud800", sample(1)),
+    "half a surrogate pair in a text": lambda e: e.put("x", sample(1) | {"told": "\udc80"}),
+}
+
+
+def test_a_mistake_is_refused_where_it_is_made_and_both_ranks_go_on() -> None:
+    there = threading.Event()
+
+    def body(exchange: Exchange) -> None:
+        if exchange.rank == OWNER:
+            exchange.put(1, sample(1))
+            there.set()
+            return
+        assert there.wait(LIMIT_S)
+        for name, mistake in MISTAKES.items():
+            refused = None
+            try:
+                mistake(exchange)
+            except ExchangeError as error:
+                refused = error
+            assert refused is not None, f"{name} was let through"
+        assert exchange.get(OWNER, [1])[1]["number"] == [1]
+
+    together(2, body, Schema({**SCHEMA.fields, "told": text(optional=True)}))
+
+
+def test_integers_of_numpy_are_as_good_as_others() -> None:
+    there = threading.Event()
+
+    def body(exchange: Exchange) -> None:
+        if exchange.rank == OWNER:
+            exchange.put(np.int64(7), [sample(1), sample(2)])  # type: ignore[arg-type]
+            there.set()
+            return
+        assert there.wait(LIMIT_S)
+        got = exchange.get(OWNER, np.array([7]), rows=np.array([1]))  # type: ignore[arg-type]
+        assert got[7]["number"] == [2]
+
+    together(2, body)

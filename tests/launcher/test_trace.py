@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +31,28 @@ def test_the_newest_attempt_is_merged_without_a_line_that_is_still_being_written
 def test_a_run_without_traces_says_how_to_get_them(tmp_path):
     with pytest.raises(HeadraceError, match=r"run\.trace: true"):
         merge_traces(tmp_path, None)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\n", b'{"a":\n', b"[1, 2]\n", b"null\n", b'{"name": 3}\n'])
+def test_a_damaged_trace_is_named(tmp_path, content):
+    file = tmp_path / "trace/attempt_01_rank_002.jsonl"
+    file.parent.mkdir()
+    file.write_bytes(content)
+    with pytest.raises(HeadraceError, match=r"attempt_01_rank_002\.jsonl holds what no rank has written"):
+        merge_traces(tmp_path, None)
+
+
+def test_a_folder_in_place_of_a_trace_is_named(tmp_path):
+    (tmp_path / "trace/attempt_01_rank_002.jsonl").mkdir(parents=True)
+    with pytest.raises(HeadraceError, match=r"attempt_01_rank_002\.jsonl can't be read: Is a directory"):
+        merge_traces(tmp_path, None)
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_run(capsys):
+    trace = Trace(Path("/dev/full"), 0, "trainer")
+    for step in range(3):
+        trace.span(f"training step {step}", 10.0 * step, 1e9)
+    trace.close()
+    assert capsys.readouterr().err == (
+        "The trace /dev/full can't be written (No space left on device); the run goes on without it.\n"
+    )

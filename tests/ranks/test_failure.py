@@ -57,3 +57,13 @@ def test_a_rank_leaves_a_sign_by_the_number_that_its_starter_gave_it(tmp_path):
     arrive(tmp_path, {})
     arrive(tmp_path / "gone", {"PMI_RANK": "5"})
     assert [file.name for file in tmp_path.iterdir()] == ["rank_005.here"]
+
+
+def test_a_collective_that_broke_off_is_blamed_on_the_others_in_one_paragraph(tmp_path):
+    words = "[/pytorch/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer"
+    shown = fail(tmp_path, RuntimeError(f"{words}\nException raised from ..."), quoted=False)
+    assert shown == (tmp_path / "error_001.txt").read_text()
+    assert "Traceback" not in shown
+    assert shown.startswith("A collective of the trainers broke off: one of them has died")
+    assert words in shown
+    assert (tmp_path / "lost_001").exists()
