@@ -39,10 +39,11 @@ answer, send = ExchangeOwner._answer, MpiTransport.send
 switch, drop, start = GeneratorLoop.switch_version, GeneratorLoop.drop_all, TrainerLoop.start
 
 
-def dying_answer(self: ExchangeOwner, consumer: int, pull: Any) -> None:
+def dying_answer(self: ExchangeOwner, consumer: int, pull: Any) -> bool:
     event("pull", self._transport.rank)
-    answer(self, consumer, pull)
+    answered = answer(self, consumer, pull)
     event("answer", self._transport.rank)
+    return answered
 
 
 def dying_send(self: MpiTransport, target: int, message: Message, buffers: Any = ()) -> None:
