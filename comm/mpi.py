@@ -331,7 +331,7 @@ def check_world(comm: MPI.Comm, expected: int | None) -> None:
         raise HeadraceError(
             f"{wanted} ranks were started, but each of them is a world of its own: the launcher and the MPI library "
             f"don't fit together. This process loaded {_library()}. Start it with the mpirun of the same MPI "
-            "(`headrace run` does), or, if it is Open MPI, under srun with `--mpi=pmix`; "
+            "(`headrace run` does), or under srun with `--mpi=pmix` for Open MPI and `--mpi=pmi2` for MPICH; "
             "MPI4PY_LIBMPI names the library to load if there are several."
         )
     raise HeadraceError(
