@@ -38,8 +38,9 @@ def merge_traces(run: Path, out: Path | None) -> Path:
     files = sorted((run / FOLDER).glob("*_rank_*.jsonl"))
     if not files:
         raise HeadraceError(f"{run} has no traces. Ranks write them with run.trace: true in the config.")
-    newest = files[-1].name.partition("_rank_")[0]
-    events = [event for file in files if file.name.startswith(newest) for event in _events(file)]
+    attempts = {file: file.name.partition("_rank_")[0] for file in files}
+    newest = max(attempts.values(), key=lambda name: (len(name), name))  # attempt_100 comes after attempt_99
+    events = [event for file in files if attempts[file] == newest for event in _events(file)]
     target = out if out is not None else run / FOLDER / "trace.json"
     try:
         write_whole(target, msgspec.json.encode({"traceEvents": events}))

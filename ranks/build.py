@@ -18,13 +18,14 @@ from headrace.comm.weights_mpi import MpiPublisher
 from headrace.comm.weights_node import NodeSubscriber
 from headrace.comm.weights_pull import LASTING, STAGING, MpiSubscriber
 from headrace.ranks.config import JobConfig
+from headrace.ranks.failure import complain
 from headrace.ranks.generator_rank import GeneratorRank
 from headrace.ranks.journal import JOURNAL, JournalWriter, read_journal
 from headrace.ranks.learner import LatencyLearner, Learner, PolicyLearner
 from headrace.ranks.recovery import Restored, read_ledgers
 from headrace.ranks.resume import await_plan, gather_salvaged, make_plan, tell_plan
 from headrace.ranks.run import ARCHIVE, Rank, ledger_spec
-from headrace.ranks.salvage import complain, open_archive
+from headrace.ranks.salvage import open_archive
 from headrace.ranks.segments import launches_in
 from headrace.ranks.tasks import (
     data_facts,

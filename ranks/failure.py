@@ -55,6 +55,11 @@ def announce(folder: Path, rank: int, environ: Mapping[str, str]) -> bool:
     return JOB_MARK in environ
 
 
+def complain(sentence: str) -> None:
+    """A line in the log of this rank, which goes on."""
+    print(sentence, file=sys.stderr, flush=True)
+
+
 class Failure:
     """Ends the job with the text of an error; may be called by any thread, and the first call counts."""
 

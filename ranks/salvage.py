@@ -5,11 +5,10 @@ finished ──▶ its store, in memory as far as there is room     unfinished �
 
 from __future__ import annotations
 
-import sys
-
 from headrace.comm.messages import HeldGroup, Salvaged
 from headrace.comm.trajectories import TrajectoryStore
 from headrace.ranks.archive import ArchiveFiles, ArchiveWriter
+from headrace.ranks.failure import complain
 from headrace.ranks.resume import held_group, newer
 from headrace.ranks.run import Rank
 from headrace.ranks.segments import Archived, half_written, read_share
@@ -52,8 +51,3 @@ def _take_over(group: Archived, store: TrajectoryStore, unfinished: dict[tuple[i
         store.let_go([group.key], written=True)
     else:
         unfinished[group.key] = group
-
-
-def complain(sentence: str) -> None:
-    """A line in the log of this rank."""
-    print(sentence, file=sys.stderr, flush=True)

@@ -9,12 +9,12 @@ A line is a complete event ("ph": "X") of the trace event format, which Perfetto
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from headrace.ranks.failure import complain
 from headrace.ranks.run import Rank
 
 FOLDER = "trace"
@@ -69,16 +69,11 @@ class Trace:
                 self._flushed = time.monotonic()
         except OSError as error:
             self._broken = True
-            complain(self._file.name, error)
+            _complain(self._file.name, error)
 
 
-def complain(file: Path | str, error: OSError) -> None:
-    """A line in the log of this rank."""
-    print(
-        f"The trace {file} can't be written ({error.strerror}); the run goes on without it.",
-        file=sys.stderr,
-        flush=True,
-    )
+def _complain(file: Path | str, error: OSError) -> None:
+    complain(f"The trace {file} can't be written ({error.strerror}); the run goes on without it.")
 
 
 @contextmanager
@@ -91,7 +86,7 @@ def traced(rank: Rank, attempt: str) -> Iterator[None]:
     try:
         trace = Trace(file, rank.rank, rank.roles.role(rank.rank))
     except OSError as error:
-        complain(file, error)
+        _complain(file, error)
         yield
         return
     rank.main.on_end = trace.span

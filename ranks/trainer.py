@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -44,6 +43,7 @@ from headrace.comm.trajectory import Trajectory
 from headrace.comm.transport import Received, Transport
 from headrace.comm.weights import Publisher
 from headrace.ranks.failed_groups import FailedGroups
+from headrace.ranks.failure import complain
 from headrace.ranks.heartbeat import MainState
 from headrace.ranks.learner import Learner
 from headrace.ranks.metrics import MetricsGatherer, batch_metrics, ticket_totals
@@ -165,7 +165,7 @@ class TrainerDesk:
 
     def _do_without(self, formed: FormedStep, error: LostGroupsError) -> None:
         """Void the batch: an owner can't read some of its groups any more. They are generated again."""
-        print(f"{error} They are generated again.", file=sys.stderr, flush=True)
+        complain(f"{error} They are generated again.")
         self._forget()
         self._node.unform(group.ticket for group in formed.groups if (group.ticket, group.attempt) in error.keys)
 

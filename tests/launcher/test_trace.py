@@ -28,6 +28,14 @@ def test_the_newest_attempt_is_merged_without_a_line_that_is_still_being_written
     ]
 
 
+def test_the_hundredth_attempt_is_newer_than_the_one_before_and_not_the_tenth(tmp_path):
+    for attempt in (10, 99, 100):
+        trace = Trace(tmp_path / f"trace/attempt_{attempt:02d}_rank_000.jsonl", 0, f"of {attempt}")
+        trace.close()
+    (event,) = json.loads(merge_traces(tmp_path, None).read_text())["traceEvents"]
+    assert event["args"] == {"name": "of 100, rank 0"}
+
+
 def test_a_run_without_traces_says_how_to_get_them(tmp_path):
     with pytest.raises(HeadraceError, match=r"run\.trace: true"):
         merge_traces(tmp_path, None)
